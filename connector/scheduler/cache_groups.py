@@ -21,6 +21,7 @@ from connector.families import Keeps, keeps
 from connector.protocol import GroupPull
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 _Block = TypeVar("_Block")
@@ -141,16 +142,41 @@ class TransferGroup:
         return list(itertools.dropwhile(lambda block_id: block_id == NULL_BLOCK_ID, block_ids))
 
 
-def transfer_groups(kv_cache_config: KVCacheConfig, decode_context_parallel_size: int) -> tuple[TransferGroup, ...]:
-    """The groups that take part in transfers, in the order in which both sides list them."""
-    return tuple(
-        TransferGroup(
-            group_id=group_id,
-            block_size=resolve_dcp_kv_block_size(group.kv_cache_spec, decode_context_parallel_size),
-            keeps=keeps(group.kv_cache_spec),
+class CacheGroups:
+    """All groups of an engine that take part in transfers.
+
+    Attributes:
+        all: in the order in which both sides list them.
+        tokens_left_to_decode: how many tokens at the end of a prompt D computes itself; the built-in connector uses the
+            same number. A state (Mamba) cannot be rewound to before the token that samples, and draft modules that look
+            several tokens ahead must not see drafts.
+        has_states: a group has a state.
+        keeps_all_tokens: no group has a table that is clipped.
+        keeps_everything: neither.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        dcp_size = vllm_config.parallel_config.decode_context_parallel_size
+        config = kv_cache_config
+        self.all = tuple(
+            TransferGroup(
+                group_id=group_id,
+                block_size=resolve_dcp_kv_block_size(group.kv_cache_spec, dcp_size),
+                keeps=keeps(group.kv_cache_spec),
+            )
+            for group_id, group in zip(config.transfer_group_ids, config.transfer_groups, strict=True)
         )
-        for group_id, group in zip(kv_cache_config.transfer_group_ids, kv_cache_config.transfer_groups, strict=True)
-    )
+        self.tokens_left_to_decode = _tokens_left_to_decode(vllm_config, config)
+        self.has_states = any(group.keeps.is_state for group in self.all)
+        self.keeps_all_tokens = not any(group.keeps.is_clipped for group in self.all)
+        self.keeps_everything = all(group.keeps == Keeps() for group in self.all)
+
+
+def _tokens_left_to_decode(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
+    replays = any(group.kv_cache_spec.prefix_replay_tokens > 0 for group in kv_cache_config.kv_cache_groups)
+    for_state = 1 if kv_cache_config.has_mamba_layers or replays else 0
+    count: int = max(for_state, vllm_config.num_prefill_lookahead_tokens - 1)
+    return count
 
 
 def _is_to_be_filled(block: KVCacheBlock) -> bool:

@@ -20,7 +20,7 @@ then vanish without a word.
 What happens here instead. An engine drains when it is asked to: by `nixl-actor drain` on its side channel, while it
 serves, or by SIGTERM if `--shutdown-timeout` leaves time (`catch_sigterm` puts itself in front of vLLM's handler).
 
-    scheduler's thread   this module, `connector_scheduler`   which prefills are lent; `has_pending_push_work`
+    scheduler's thread   this module, `lends`                 which prefills are lent; `has_pending_push_work`
     listener's thread    `connector/runtime/draining.py`      the machine `statemachine/draining.py`; tells the workers
     each worker          `statemachine/lending.py`            no renewal beyond the grace period; tells decode engines
     decode engine        `statemachine/departure.py`          what `Leaving` means, and the end of the process after it

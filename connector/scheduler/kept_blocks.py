@@ -3,11 +3,10 @@
     quarantined   a READ that has failed may still write into them; until it ends, which may be never
     lent back     of answers that a prefill engine may read back; for the length of their leases at most
 
-vLLM serves its queue in order, and stops at the first request whose blocks it cannot have. It takes for granted that
-what is missing comes back when others end. One that needs more blocks than are left beside these waits for none of the
-others, and everybody behind it would wait with it: such a request is passed over until they are back. How many it needs
-is what vLLM itself asks for before it admits a request: windows and states have bounds of their own, and what it finds
-in the prefix cache is there already.
+vLLM takes for granted that what a request misses comes back when others end. One that needs more blocks than are left
+beside these waits for none of the others, and everybody behind it would wait with it: such a request is passed over
+until they are back (`load_order`). How many it needs is what vLLM itself asks for before it admits a request: windows
+and states have bounds of their own, and what it finds in the prefix cache is there already.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class Inside:
             reads=counts.reads,
             peer_actors=len(actors),
             pulls=len(lender._waiting) + len(lender._loading),
-            prefills=len(lender._computing),
+            prefills=len(lender._lends.computing),
             receives=worker.ledger.open_receives,
             sends=worker.ledger.open_sends,
             requests_of_actors=supervisor._roster.open_requests

@@ -197,7 +197,7 @@ def test_a_rejected_pull_that_is_aborted_is_logged_with_its_age(monkeypatch: pyt
     decode, params = HybridEngine([full()]), lent()
     decode.submit("a", TOKENS, {**params, "remote_port": 0})
     logged: list[tuple[str, Failure]] = []
-    monkeypatch.setattr(side(decode), "_log_failure", lambda *said: logged.append(said))
+    monkeypatch.setattr(side(decode)._pulls, "_log_failure", lambda *said: logged.append(said))
     decode.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
     ((subject, failure),) = logged
     assert re.fullmatch(r"request a, for which nothing is read, known for \d+\.\d s", subject)
@@ -364,7 +364,7 @@ def test_a_prefill_that_comes_while_the_engine_drains_is_answered_without_parame
     assert "a" not in engine.params
     assert of_type(engine, LeaseComputing, LeaseGranted, LeaseWithdrawn) == []
     assert free_blocks(engine) == free_before
-    assert side(engine)._count_lent() == (0, 1, 0)
+    assert side(engine)._lends.count() == (0, 1, 0)
 
 
 @pytest.mark.parametrize("name", ["a" * 513, "caf\xc3\x89"], ids=["too long", "UTF-8 in a header"])
@@ -382,7 +382,7 @@ def test_a_prefill_whose_id_no_engine_takes_is_answered_without_parameters(
     assert name not in engine.params
     assert of_type(engine, LeaseComputing, LeaseGranted, LeaseWithdrawn) == []
     assert free_blocks(engine) == free_before
-    assert side(engine)._count_lent() == (0, 0, 0), "it counts for no drain"
+    assert side(engine)._lends.count() == (0, 0, 0), "it counts for no drain"
     (line,) = [each for each in caplog.messages if "X-Request-Id" in each]
     assert "answered without kv_transfer_params" in line
 
@@ -395,14 +395,14 @@ def test_a_prefill_that_was_accepted_before_is_lent(steps: int) -> None:
     for _ in range(steps):
         engine.step()
     drain(engine)
-    assert side(engine)._count_lent() == (1, 0, 0)
+    assert side(engine)._lends.count() == (1, 0, 0)
     for _ in range(4):
         engine.step()
     assert engine.params["a"]["remote_request_id"] == "a"
     assert of_type(engine, LeaseComputing, LeaseGranted, LeaseWithdrawn) == [LeaseComputing, LeaseGranted]
-    assert side(engine)._count_lent() == (1, 0, 0), "until vLLM has freed its blocks"
+    assert side(engine)._lends.count() == (1, 0, 0), "until vLLM has freed its blocks"
     engine.step(KVConnectorOutput(finished_sending={"a"}))
-    assert side(engine)._count_lent() == (0, 0, 0)
+    assert side(engine)._lends.count() == (0, 0, 0)
 
 
 def test_a_prefill_that_is_being_lent_is_counted_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,13 +411,13 @@ def test_a_prefill_that_is_being_lent_is_counted_all_the_time(monkeypatch: pytes
     seen = []
 
     def digests(*args: Any) -> Any:
-        seen.append(side(engine)._count_lent().lent)
+        seen.append(side(engine)._lends.count().lent)
         return prompt_digests(*args)
 
-    monkeypatch.setattr("connector.scheduler.connector_scheduler.prompt_digests", digests)
+    monkeypatch.setattr("connector.scheduler.lends.prompt_digests", digests)
     engine.prefill("a", TOKENS)
     assert seen == [1]
-    assert side(engine)._count_lent() == (1, 0, 0)
+    assert side(engine)._lends.count() == (1, 0, 0)
 
 
 def test_requests_whose_answers_the_engine_writes_are_counted_until_they_end() -> None:
@@ -426,13 +426,13 @@ def test_requests_whose_answers_the_engine_writes_are_counted_until_they_end() -
     engine.submit("answered", TOKENS, None, max_tokens=2)
     engine.submit("aborted in the queue", TOKENS, None)
     engine.submit("lent", TOKENS, REMOTE_DECODE)
-    assert side(engine)._count_lent() == (1, 0, 2)
+    assert side(engine)._lends.count() == (1, 0, 2)
     engine.scheduler.finish_requests("aborted in the queue", RequestStatus.FINISHED_ABORTED)
-    assert side(engine)._count_lent().answering == 1
+    assert side(engine)._lends.count().answering == 1
     for _ in range(2):
         engine.step()
     assert engine.finished["answered"] == "length"
-    assert side(engine)._count_lent() == (1, 0, 0)
+    assert side(engine)._lends.count() == (1, 0, 0)
 
 
 def test_nothing_is_granted_whose_lease_would_outlast_the_grace_period() -> None:

@@ -58,7 +58,7 @@ class Engine(HybridEngine):
     def held(self) -> dict[str, list[int]]:
         connector = self.scheduler.connector
         assert isinstance(connector, NixlActorConnector)
-        return connector._scheduler._far_ends.held
+        return connector._scheduler._lends._far_ends.held
 
     @property
     def free(self) -> int:
@@ -198,7 +198,7 @@ def test_where_d_computes_more_than_the_last_token_nothing_is_held() -> None:
     prefill.prefill("a", tokens_of(LENGTH + 1))
     connector = prefill.scheduler.connector
     assert isinstance(connector, NixlActorConnector)
-    assert connector._scheduler._far_ends.held == {}
+    assert connector._scheduler._lends._far_ends.held == {}
 
 
 @pytest.mark.parametrize("block_tokens", [4, 8, 16, 32, 64])

@@ -126,10 +126,10 @@ def test_loads_begin_again_when_nothing_is_kept_although_the_failed_one_has_not_
     decode, block_ids = in_quarantine(recomputes=True)
     side = decode.scheduler.connector._scheduler  # type: ignore[union-attr]
     run(decode, 3)
-    assert side._failed_without_room == {"kept"}
+    assert side._order._failed_without_room == {"kept"}
     side._keep_quarantined(report(lifted=[block_ids]))
     side.build_step_metadata(SchedulerOutput.make_empty())
-    assert (side._failed_without_room, side._to_compute) == (set(), {"kept"})
+    assert (side._order._failed_without_room, side._order._to_compute) == (set(), {"kept"})
 
 
 def test_a_prompt_that_does_not_fit_beside_what_is_lent_back_holds_nobody_up() -> None:
@@ -187,11 +187,11 @@ def test_nothing_more_is_lent_back_only_where_that_makes_room(reason: str) -> No
     if reason == "lent back":
         side._kept.lend_back("answer", [block_ids])
         side._kept.lift(block_ids)
-    assert side._may_lend_back()
+    assert side._lends._may_lend_back()
     decode.submit("long", LONG, None)
     run(decode, 2)
-    assert "long" in side._without_room
-    assert side._may_lend_back() == (reason == "quarantine")
+    assert "long" in side._order._without_room
+    assert side._lends._may_lend_back() == (reason == "quarantine")
 
 
 def test_an_idle_engine_hears_that_a_quarantine_has_ended_when_it_is_to_pause(monkeypatch: pytest.MonkeyPatch) -> None:

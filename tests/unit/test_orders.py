@@ -127,9 +127,10 @@ class Orders:
         waiting = [(each.request_id, each.status.name) for each in self.scheduler.requests.values()]
         assert waiting == [], f"with {self.pool.get_num_free_blocks()} blocks free"
         side = self.scheduler.connector._scheduler
-        assert not any((side._waiting, side._loading, side._failed, side._to_compute, side._computing))
-        assert not any((side._heard_ns, side._answering))
-        assert not side._far_ends.held
+        order, lends = side._order, side._lends
+        assert not any((side._waiting, side._loading, order._failed, order._to_compute, order._failed_without_room))
+        assert not any((order._offered, order._without_room, order._behind_lent_back))
+        assert not any((lends.computing, lends.prompts, lends._heard_ns, lends._answering, lends._far_ends.held))
 
     # --- what happens -------------------------------------------------------------------------------------------------
 
@@ -268,7 +269,7 @@ class Orders:
         for blocks in [*held, *(blocks for _, blocks in self.scheduler.deferred_frees)]:
             for block in blocks:
                 expected[block.block_id] += not block.is_null
-        kept = [*self.quarantined, *self.scheduler.connector._scheduler._far_ends.held.values()]
+        kept = [*self.quarantined, *self.scheduler.connector._scheduler._lends._far_ends.held.values()]
         for block_id in (block_id for blocks in kept for block_id in blocks):
             expected[block_id] += 1
         assert [0 if block.is_null else block.ref_cnt for block in self.pool.blocks] == expected

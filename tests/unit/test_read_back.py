@@ -23,7 +23,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from connector.protocol import Command, LeaseComputing, LeaseGranted, StartPull, TrackLease
 from connector.scheduler.cache_groups import NULL_BLOCK_ID
-from connector.scheduler.connector_scheduler import LEFT_TO_REQUESTS
+from connector.scheduler.lends import LEFT_TO_REQUESTS
 from connector.scheduler.prefix_digest import Digests, numbers_media, prefix_digests
 from statemachine.failures import Failure
 from statemachine.lease import LeaseName
@@ -99,7 +99,7 @@ def test_the_next_prompt_is_read_from_the_engine_that_has_answered(specs: list[K
     prefill, decode = engine("p", *specs), engine("d", *specs)
     params = first_turn(decode, prefill)
     assert (params["do_remote_decode"], params["do_remote_prefill"]) == (True, False)
-    left = prefill.scheduler.connector._scheduler._tokens_left_to_decode  # type: ignore[union-attr]
+    left = prefill.scheduler.connector._scheduler._groups.tokens_left_to_decode  # type: ignore[union-attr]
     assert params["remote_num_tokens"] == THEIRS
     assert params["remote_engine_id"] == "d"
     grant = decode.grant_of("first")
@@ -333,7 +333,7 @@ def test_malformed_parameters_are_named_in_the_log(monkeypatch: pytest.MonkeyPat
     prefill = engine("p")
     logged: list[tuple[str, Failure]] = []
     connector: Any = prefill.scheduler.connector
-    monkeypatch.setattr(connector._scheduler, "_log_failure", lambda *said: logged.append(said))
+    monkeypatch.setattr(connector._scheduler._pulls, "_log_failure", lambda *said: logged.append(said))
     prefill.submit("second", NEXT_PROMPT, params)
     ((subject, failure),) = logged
     assert "remote_port" in str(failure)
@@ -429,7 +429,7 @@ def test_an_engine_whose_steps_overlap_lends_only_what_a_step_more_leaves_alone(
     with caplog.at_level(logging.WARNING):
         decode = engine("d", *specs, overlaps=True)
     assert ("lends no blocks" in caplog.text) is not is_lent
-    assert decode.scheduler.connector._scheduler._lends_back is is_lent  # type: ignore[union-attr]
+    assert decode.scheduler.connector._scheduler._lends._lends_back is is_lent  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("answer_tokens", range(1, BLOCK_TOKENS + 2))

@@ -480,7 +480,7 @@ def test_keys_that_were_rolled_are_used_at_once(tmp_path: Path) -> None:
     for each in (prefill, decode):
         connector = each.scheduler.connector
         assert connector is not None
-        key_file = connector._scheduler._key_file
+        key_file = connector._scheduler._lends._key_file
         assert key_file is not None
         key_file.look_again()
     rolled = lent(prefill)

@@ -21,7 +21,8 @@ from connector.runtime.mailbox import Mailbox
 from connector.runtime.peer_actor import PeerActor
 from connector.runtime.reads import Reads
 from connector.runtime.supervisor import Supervisor
-from connector.scheduler.connector_scheduler import ConnectorScheduler
+from connector.scheduler.lends import Lends
+from connector.scheduler.load_order import LoadOrder
 from connector.worker.connector_worker import ConnectorWorker
 from tests.simulation.faults import Kind
 from tests.simulation.mutants.mutant import ByTest, Do, Edit, Mutant, Patch, Seeds, Set, fault
@@ -864,8 +865,8 @@ SCHEDULER = (
         broken="a load that failed and finds too few blocks stands before those that have all they need",
         changes=(
             Edit(
-                ConnectorScheduler.get_num_new_matched_tokens,
-                "self._to_compute.add(request_id)\n        return None, False",
+                LoadOrder.may_ask,
+                "self._to_compute.add(request_id)\n        return False",
                 "self._to_compute.add(request_id)",
             ),
         ),
@@ -875,7 +876,7 @@ SCHEDULER = (
         name="answers are lent back before those who find no room",
         row=60,
         broken="answers go on being lent back while a prompt does not fit beside those that are; it is never served",
-        changes=(Edit(ConnectorScheduler._may_lend_back, "if self._behind_lent_back:", "if False:"),),
+        changes=(Edit(Lends._may_lend_back, "if self._order.waits_for_lent_back:", "if False:"),),
         place=ByTest(
             "tests/unit/test_kept_blocks.py::"
             "test_a_prompt_that_found_no_room_is_served_although_others_go_on_being_lent_back"
@@ -887,7 +888,7 @@ SCHEDULER = (
         broken="a load of higher priority that finds too few blocks stands before those that they are kept for",
         changes=(
             Edit(
-                ConnectorScheduler.build_step_metadata,
+                LoadOrder.step,
                 "self._lets_pass = len(self._to_compute) > 0",
                 "pass",
             ),

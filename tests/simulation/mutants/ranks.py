@@ -16,9 +16,11 @@ from connector.nixl_connector import NixlActorConnector
 from connector.protocol import StartPull
 from connector.runtime import block_tables
 from connector.runtime.connections import Connections
-from connector.scheduler import connector_scheduler
+from connector.scheduler import cache_groups
 from connector.scheduler.connector_scheduler import ConnectorScheduler
 from connector.scheduler.far_ends import FarEnds
+from connector.scheduler.lends import Lends
+from connector.scheduler.pulls import Pulls
 from tests.simulation.mutants.executors import level2
 from tests.simulation.mutants.mutant import ByTest, Do, Edit, Mutant, Patch, Seeds, Set
 
@@ -32,7 +34,7 @@ WINDOWS = 3
 """One whose engines keep a window."""
 LATE = 109
 """A seed with states whose devices are late; D caches them."""
-_GOES_ON = Edit(ConnectorScheduler._leave_tokens_to_decode, "request.max_tokens = 1", "pass")
+_GOES_ON = Edit(Lends._leave_tokens_to_decode, "request.max_tokens = 1", "pass")
 
 
 def with_vllm(oracle: str, first: int = STATES) -> Seeds:
@@ -57,7 +59,7 @@ MUTANTS = (
         name="no step is said to end a prompt",
         row=7,
         broken="workers are not told with which steps a prompt that will be lent may end, and wait for none",
-        changes=(Edit(ConnectorScheduler._ends_prompt_to_lend, "return any(", "return False and any("),),
+        changes=(Edit(Lends.ends_prompt, "return any(", "return False and any("),),
         place=with_vllm("scheduler"),
     ),
     Mutant(
@@ -130,13 +132,13 @@ MUTANTS = (
     Mutant(
         name="any state will do",
         broken="D loads a state of more tokens than it asked for",
-        changes=(Edit(ConnectorScheduler._check_fit, "self._has_states and found != tokens", "False"),),
+        changes=(Edit(Pulls._check_fit, "self._groups.has_states and found != tokens", "False"),),
         place=with_vllm("bytes", first=UNNUMBERED),
     ),
     Mutant(
         name="nothing left to compute",
         broken="where there are states, P computes the whole prompt, and D computes its last token after that again",
-        changes=(Edit(connector_scheduler._tokens_left_to_decode, "for_state = 1 if", "for_state = 0 if"),),
+        changes=(Edit(cache_groups._tokens_left_to_decode, "for_state = 1 if", "for_state = 0 if"),),
         place=with_vllm("bytes"),
     ),
     Mutant(
@@ -151,7 +153,7 @@ MUTANTS = (
         changes=(
             _GOES_ON,
             Edit(
-                ConnectorScheduler._grant,
+                Lends._grant,
                 "computed = _computed_tokens(request)",
                 "computed = request.num_prompt_tokens - request.num_in_flight_tokens",
             ),
@@ -173,13 +175,13 @@ MUTANTS = (
     Mutant(
         name="far end never let go",
         broken="the block at the far end of a window stays out of the pool when the lease has ended",
-        changes=(Edit(ConnectorScheduler.update_connector_output, "self._far_ends.let_go(request_id)", "pass"),),
+        changes=(Edit(Lends.free, "self._far_ends.let_go(request_id)", "pass"),),
         place=with_vllm("blocks", first=WINDOWS),
     ),
     Mutant(
         name="the last token does not see its window",
         broken="a prompt is loaded whole whose last token is computed again without the far end of its window",
-        changes=(Edit(ConnectorScheduler._tokens_to_go_on_from, "if self._keeps_all_tokens:", "if True:"),),
+        changes=(Edit(Pulls._tokens_to_go_on_from, "if self._groups.keeps_all_tokens:", "if True:"),),
         place=with_vllm("bytes", first=WINDOWS),
     ),
     Mutant(

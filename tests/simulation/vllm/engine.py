@@ -590,7 +590,7 @@ class VllmEngine:
         expected = [0] * self._pool.num_gpu_blocks
         for block_id, count in self._quarantined.items():
             expected[block_id] += count
-        far_ends = self.scheduler.connector.scheduler_side._far_ends.held
+        far_ends = self.scheduler.connector.scheduler_side._lends._far_ends.held
         for block_id in (block_id for blocks in far_ends.values() for block_id in blocks):
             expected[block_id] += 1
         held = [blocks for group in self._held for blocks in group.values()]
@@ -616,11 +616,11 @@ class VllmEngine:
         counts = {
             "requests that wait for blocks": len(side._waiting),
             "requests that load": len(side._loading),
-            "failed loads that wait": len(side._failed | side._to_compute),
-            "prefills in the scheduler": len(side._computing),
-            "prompts to lend": len(side._prompts_to_lend),
-            "requests that are answered here": len(side._answering),
-            "far ends of windows": len(side._far_ends.held),
+            "failed loads that wait": len(side._order._failed | side._order._to_compute),
+            "prefills in the scheduler": len(side._lends.computing),
+            "prompts to lend": len(side._lends.prompts),
+            "requests that are answered here": len(side._lends._answering),
+            "far ends of windows": len(side._lends._far_ends.held),
             "requests": len(self.scheduler.requests),
             "blocks in use": pool_blocks - self._pool.get_num_free_blocks(),
         }

@@ -1,0 +1,381 @@
+"""What of a request's prompt is read from another engine: decided when it comes, by its kv_transfer_params.
+
+kv_transfer_params comes from outside. A request whose parameters cannot be decoded, or are not signed as those of this
+fleet are (`connector.wire.signatures`), is parked like any other, and the worker fails it: only on that path the client
+gets an error under the policy `fail`, and a recomputation under `recompute`. Until then nobody has heard of the engine
+that they name.
+
+Of a prompt that goes on from the one that was lent, as where a router has appended the token that P has sampled, what
+was lent is loaded and the rest computed. Parameters may also come once more with such a prompt: where vLLM runs tools
+itself (`/v1/responses`), each turn of a call has those of the call. By then the blocks are P's again, and most of the
+prompt is in the prefix cache here. So it is computed here, and nothing is read for it.
+
+An engine may have several KV cache groups (full attention next to sliding windows or states); both sides list the
+block tables of a request group by group, in the same order. Which blocks of a table travel is in `cache_groups`. Blocks
+are paired by position: after a prefix-cache hit of h blocks D reads P's blocks h.. into its own.
+
+Read-back (`bidirectional_kv_xfer`). D keeps the blocks of an answer (`lends`), and the next prompt of the conversation
+comes to P with these parameters: P reads what it has not cached of what both are known to begin with (`prefix_digest`),
+as D would, and computes the rest. All that this saves is time, so whatever is wrong with such parameters, or cannot be
+read (a state of more tokens than the prompt has), P computes itself. Only from engines that answer for their leases: of
+a built-in D nobody knows whether it still has the blocks. Parameters without a number are of such a one, or came
+through a router that drops the keys that it does not know: nothing is read, and the blocks are released as if it had
+been.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from connector.clock import NS_PER_SECOND, Clock
+from connector.config import ConnectorOptions
+from connector.key_files import ParamsKeyFile
+from connector.observe import catalogue
+from connector.observe.log import FailureLog, get_logger, is_said
+from connector.protocol import GroupPull, PeerAddress, RejectPull, StartPull, TrackLease
+from connector.scheduler.cache_groups import CacheGroups
+from connector.scheduler.prefix_digest import numbers_media, prefix_digests, prompt_digests
+from connector.step_overlap import may_read
+from connector.wire.params import (
+    ParamsError,
+    ParamsKind,
+    RemotePrefill,
+    classify,
+    names_source,
+    parse_remote_prefill,
+    require_genuine,
+)
+from statemachine.failures import BadParams, ParamsFailure, WrongPrompt
+from statemachine.lease import LeaseName
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.request import Request
+
+TAKEN_MAX = 16_384
+"""Leases: more than are taken while a tool that vLLM runs answers."""
+
+_log = get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingPull:
+    """A request that is not scheduled yet, and of which something may be read.
+
+    Attributes:
+        remote: what its kv_transfer_params say, or why nothing is done about them.
+        tokens: to be loaded, counted from the start of the request, prefix hits included.
+        at_least: fewer tokens than these are computed here.
+        heard_ns: when this engine first heard of it.
+        computed_because: why nothing is to be loaded, as local prefills are counted; None: something is, or there is
+            nothing to load.
+    """
+
+    remote: RemotePrefill | ParamsFailure
+    tokens: int
+    at_least: int
+    heard_ns: int
+    computed_because: str | None = None
+
+
+class Pulls:
+    """See the module's docstring. Lives on the scheduler's thread.
+
+    Args:
+        key_file: what parameters are signed with; None: they are not.
+        clock: of this process.
+        log_failure: where it is said what parameters cannot be used for, when no client is told.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        groups: CacheGroups,
+        options: ConnectorOptions,
+        key_file: ParamsKeyFile | None,
+        *,
+        clock: Clock,
+        log_failure: FailureLog,
+    ) -> None:
+        self._groups = groups
+        self._options = options
+        self._key_file = key_file
+        self._may_read = may_read(vllm_config)
+        self._numbers_media = numbers_media(vllm_config)
+        self._clock = clock
+        self._log_failure = log_failure
+        # The leases of which requests here have got what they wanted, or begun to, oldest first; at most TAKEN_MAX.
+        self._taken: OrderedDict[tuple[str, LeaseName], None] = OrderedDict()
+        # Prompts whose parameters name the blocks of an answer, and no lease.
+        self._numberless = 0
+
+    def of_decode(self, request: Request) -> WaitingPull | None:
+        """D: of a request whose KV is on P, as its parameters say; None: it is not to be read from anywhere."""
+        params_untrusted = request.kv_transfer_params
+        tokens, now_ns = self._tokens_to_load(request), self._clock.now_ns()
+        because = None
+        try:
+            if classify(params_untrusted) is not ParamsKind.REMOTE_PREFILL:
+                return None
+            if not self._may_read:
+                # A request that belongs to D. What is read for it could be overwritten: see `step_overlap`.
+                expected = "false on an engine of kv_role kv_producer with async scheduling"
+                raise ParamsError(BadParams(field="do_remote_prefill", expected=expected, found="true"))
+            remote = self._genuine(parse_remote_prefill(params_untrusted), lends_back=False)
+            if remote.num_tokens is None:
+                # What an engine with these options computes of it. Clipped tables are counted from their end.
+                computed = max(0, request.num_prompt_tokens - self._groups.tokens_left_to_decode)
+                remote = msgspec.structs.replace(remote, num_tokens=computed)
+            lent = self._lent_beginning(remote, request)
+            if lent is not None and _lease_key(remote) in self._taken:
+                tokens, because = 0, catalogue.CONTINUED
+            else:
+                tokens = tokens if lent is None else lent
+                self._check_fit(remote, request, tokens)
+                if lent is None:
+                    self._check_prompt(remote, request)
+                if self._loads(request):
+                    tokens = self._tokens_to_go_on_from(remote, request, tokens)
+                    because = None if tokens else catalogue.WINDOW
+        except ParamsError as error:
+            return WaitingPull(error.failure, tokens=tokens, at_least=0, heard_ns=now_ns)
+        at_least = self._options.decode_recompute_threshold
+        return WaitingPull(remote, tokens=tokens, at_least=at_least, heard_ns=now_ns, computed_because=because)
+
+    def of_prefill(self, request: Request) -> WaitingPull | None:
+        """P: of a prompt whose beginning a D has; None: there is none, or what it has is of no use."""
+        params_untrusted = request.kv_transfer_params
+        if not self._options.bidirectional_kv_xfer or not names_source(params_untrusted):
+            return None
+        heard_ns = self._clock.now_ns()
+        try:
+            remote = self._genuine(parse_remote_prefill(params_untrusted), lends_back=True)
+        except ParamsError as error:
+            age_seconds = self._age_seconds(heard_ns)
+            subject = f"request {request.request_id}, which is computed whole, known for {age_seconds:.1f} s"
+            self._log_failure(subject, error.failure)
+            return None
+        groups = len(self._groups.all)
+        if len(remote.block_ids) != groups or len(remote.first_tokens) not in (0, groups):
+            _log.debug("request %s is computed whole: its parameters are of another kind of engine", request.request_id)
+            return None
+        if remote.lease_number is None:
+            self._note_numberless(request.request_id)
+        tokens, at_least = self._tokens_to_read_back(request, remote), self._options.kv_recompute_threshold
+        return WaitingPull(remote, tokens=tokens, at_least=at_least, heard_ns=heard_ns)
+
+    def track(self, request_id: str, pull: WaitingPull) -> TrackLease | None:
+        """Keeps its lease from now on; None: it has none."""
+        if not isinstance(pull.remote, RemotePrefill):
+            return None
+        age_seconds = self._age_seconds(pull.heard_ns)
+        return TrackLease(
+            request_id=request_id, lease=_lease(pull.remote), peer=_address(pull.remote), age_seconds=age_seconds
+        )
+
+    def load(self, request_id: str, pull: WaitingPull, blocks: KVCacheBlocks) -> StartPull | RejectPull:
+        """Reads into these blocks, or fails the load."""
+        groups, remote, tokens = self._groups.all, pull.remote, pull.tokens
+        tables: Sequence[Sequence[int]] = remote.block_ids if isinstance(remote, RemotePrefill) else [()] * len(groups)
+        pulls = tuple(
+            group.pull(blocks.blocks[group.group_id], table, tokens)
+            for group, table in zip(groups, tables, strict=True)
+        )
+        if not isinstance(remote, RemotePrefill):
+            local = [block_id for each in pulls for block_id in each.local_block_ids]
+            age_seconds = self._age_seconds(pull.heard_ns)
+            return RejectPull(request_id=request_id, local_block_ids=local, failure=remote, age_seconds=age_seconds)
+        return self._start(request_id, pull, remote, pulls, tokens, awaited=True)
+
+    def skip(self, request_id: str, pull: WaitingPull) -> StartPull | None:
+        """Nothing is read: has the prefill engine free its blocks, if it has any."""
+        if isinstance(pull.remote, RemotePrefill):
+            return self._start(request_id, pull, pull.remote, (), None, awaited=False)
+        age_seconds = self._age_seconds(pull.heard_ns)
+        subject = f"request {request_id}, for which nothing is read, known for {age_seconds:.1f} s"
+        self._log_failure(subject, pull.remote)
+        return None
+
+    def note_taken(self, pull: WaitingPull) -> None:
+        """D: a request has got what it wants of these blocks, or begins to."""
+        if isinstance(pull.remote, RemotePrefill):
+            self._taken[_lease_key(pull.remote)] = None
+            if len(self._taken) > TAKEN_MAX:
+                self._taken.popitem(last=False)
+
+    # --- parameters -------------------------------------------------------------------------------------------------
+
+    def _genuine(self, remote: RemotePrefill, *, lends_back: bool) -> RemotePrefill:
+        """Raise ParamsError for parameters that no engine of this fleet has given out. See `require_genuine`."""
+        if self._key_file is None:
+            return remote
+        allows_unsigned = self._options.allow_insecure_peers
+        return require_genuine(remote, self._key_file.keys, lends_back=lends_back, allows_unsigned=allows_unsigned)
+
+    def _check_fit(self, remote: RemotePrefill, request: Request, tokens: int) -> None:
+        """Raise ParamsError for parameters that no READ of so many tokens of this request can satisfy."""
+        ours, theirs = len(self._groups.all), len(remote.block_ids)
+        if ours != theirs:
+            expected = f"block ids of {ours} KV cache group(s), as this engine has"
+            raise ParamsError(BadParams(field="remote_block_ids", expected=expected, found=f"{theirs} group(s)"))
+        if remote.first_tokens and len(remote.first_tokens) != ours:
+            expected = f"one for each of {ours} KV cache group(s)"
+            raise ParamsError(BadParams(field="first_tokens", expected=expected, found=str(len(remote.first_tokens))))
+        if not self._loads(request):
+            return
+        found = remote.num_tokens or 0
+        if self._groups.has_states and found != tokens:
+            expected = f"{tokens}, the state after exactly so many tokens"
+            raise ParamsError(BadParams(field="remote_num_tokens", expected=expected, found=str(found)))
+        if found < tokens:
+            # A prefix hit covers the front: if anything is loaded, the last of these tokens is.
+            expected = f"at least {tokens}, the tokens of the prompt that this engine loads"
+            raise ParamsError(BadParams(field="remote_num_tokens", expected=expected, found=str(found)))
+
+    def _check_prompt(self, remote: RemotePrefill, request: Request) -> None:
+        """Raise ParamsError for parameters that were given out for another prompt (`prefix_digest`). For which, a
+        built-in P does not say; it numbers no lease."""
+        if remote.lease_number is None or not self._loads(request):
+            return
+        prompt = request.num_prompt_tokens
+        # A digest of fewer tokens than are loaded shows nothing of the rest.
+        said = {length: digest for length, digest in remote.prefix_digests if length <= prompt}
+        ours = prompt_digests(request, [length for length in said if length >= self._tokens_to_load(request)])
+        # Of embeddings nobody has a digest.
+        is_shown = any(said[length] == digest for length, digest in ours)
+        if not is_shown and (remote.prefix_digests or request.prompt_embeds is None):
+            raise ParamsError(WrongPrompt(lent_tokens=remote.num_tokens or 0, tokens=prompt))
+
+    def _note_numberless(self, request_id: str) -> None:
+        """P: parameters of an answer that say neither what is lent nor under which number: nothing is read."""
+        self._numberless += 1
+        if is_said(self._numberless):
+            _log.warning(
+                "prompt %s is computed whole, and the blocks of the answer that it goes on from are given back unread: "
+                "their kv_transfer_params have no lease_number; what to do: have the router forward all keys, and not "
+                "only those that it knows, as llm-d's sidecar does; where D has the built-in connector, leave "
+                "bidirectional_kv_xfer off (number %d)",
+                request_id,
+                self._numberless,
+            )
+
+    # --- tokens -----------------------------------------------------------------------------------------------------
+
+    def _loads(self, request: Request) -> bool:
+        """D: whether anything of its prompt is loaded. A request that must not read cached KV (prompt logprobs) loads
+        nothing; nor does one that vLLM makes up, with a prompt of its own, to have the blocks of one released that it
+        has refused."""
+        is_made_up: bool = request.abort_immediately
+        return self._tokens_to_load(request) > 0 and not request.skip_reading_prefix_cache and not is_made_up
+
+    def _tokens_to_load(self, request: Request) -> int:
+        """Counted from the start of the request, prefix hits included."""
+        tokens: int = max(0, request.num_prompt_tokens - self._groups.tokens_left_to_decode)
+        return tokens
+
+    def _tokens_to_read_back(self, request: Request, remote: RemotePrefill) -> int:
+        """Of those that a D has, as many as this prompt is known to begin with (`prefix_digest`). Of a prompt that is
+        loaded whole vLLM computes the last token again, which a state does not allow."""
+        if remote.lease_number is None:
+            return 0
+        theirs, ours = remote.num_tokens or 0, request.num_prompt_tokens
+        said = {tokens: digest for tokens, digest in remote.prefix_digests if tokens <= min(theirs, ours)}
+        known = prefix_digests(request, said, numbers_media=self._numbers_media)
+        tokens = max((tokens for tokens, digest in known if said[tokens] == digest), default=0)
+        if self._groups.keeps_everything:
+            return tokens
+        # A clipped table or a state is that of all of their tokens, and has to begin where ours needs it.
+        is_whole = ours > tokens == theirs and self._tokens_to_go_on_from(remote, request, tokens) == tokens
+        return tokens if is_whole else 0
+
+    def _tokens_to_go_on_from(self, remote: RemotePrefill, request: Request, tokens: int) -> int:
+        """How many to load, so many or one fewer. 0: the lender lends too little for either.
+
+        Of a prompt that is loaded whole vLLM has the last token computed again, with block tables that are clipped for
+        a token after it: where a block ends with what only the last one sees, that block is missing. If a token fewer
+        is loaded, it is there, and is read if P lends its own.
+        """
+        if self._groups.keeps_all_tokens:
+            return tokens
+        firsts = self._first_tokens(remote)
+        # A state is that of all tokens.
+        fewest = tokens if self._groups.has_states else max(1, tokens - 1)
+        for loaded in range(tokens, fewest - 1, -1):
+            computed = min(loaded, request.num_prompt_tokens - 1)
+            if all(
+                max(first, group.first_in_table(loaded, group.block_size)) <= group.first_needed(loaded, computed)
+                for group, first in zip(self._groups.all, firsts, strict=True)
+            ):
+                return loaded
+        return 0
+
+    def _first_tokens(self, remote: RemotePrefill) -> Sequence[int]:
+        """Which token the lender's blocks of each group begin with."""
+        if remote.first_tokens:
+            return remote.first_tokens
+        # A built-in one does not say, but clips its tables as ours are.
+        theirs = remote.num_tokens or 0
+        pairs = zip(self._groups.all, remote.block_ids, strict=True)
+        ratio = max((group.remote_blocks_per_block(table, theirs) for group, table in pairs), default=1)
+        return [group.first_in_table(theirs, max(1, group.block_size // ratio)) for group in self._groups.all]
+
+    def _lent_beginning(self, remote: RemotePrefill, request: Request) -> int | None:
+        """D: how many tokens are lent, where there are fewer than it loads and its prompt is known to begin with them;
+        otherwise None."""
+        tokens, lent = self._tokens_to_load(request), remote.num_tokens or 0
+        said = [digest for length, digest in remote.prefix_digests if length == lent]
+        if remote.lease_number is None or lent >= tokens or not said:
+            return None
+        return lent if prompt_digests(request, [lent]) == [(lent, said[0])] else None
+
+    # --- commands ---------------------------------------------------------------------------------------------------
+
+    def _start(
+        self,
+        request_id: str,
+        pull: WaitingPull,
+        remote: RemotePrefill,
+        groups: tuple[GroupPull, ...],
+        num_tokens: int | None,
+        *,
+        awaited: bool,
+    ) -> StartPull:
+        return StartPull(
+            request_id=request_id,
+            lease=_lease(remote),
+            peer=_address(remote),
+            groups=groups,
+            num_tokens=num_tokens,
+            remote_num_tokens=remote.num_tokens,
+            awaited=awaited,
+            age_seconds=self._age_seconds(pull.heard_ns),
+        )
+
+    def _age_seconds(self, heard_ns: int) -> float:
+        return (self._clock.now_ns() - heard_ns) / NS_PER_SECOND
+
+
+def _lease(remote: RemotePrefill) -> LeaseName:
+    return LeaseName(remote.request_id, remote.lease_number or 0)
+
+
+def _lease_key(remote: RemotePrefill) -> tuple[str, LeaseName]:
+    """Also of other engines than one."""
+    return remote.engine_id, _lease(remote)
+
+
+def _address(remote: RemotePrefill) -> PeerAddress:
+    return PeerAddress(
+        engine_id=remote.engine_id,
+        host=remote.host,
+        port=remote.port,
+        tp_size=remote.tp_size,
+        dcp_size=remote.dcp_size,
+        pp_size=remote.pp_size,
+    )
