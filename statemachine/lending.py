@@ -526,6 +526,7 @@ class Lending:
             leases,
             frozenset(self._ended.items()),
             frozenset(self._readers_of_expired.items()),
+            frozenset(self._newest.items()),
             frozenset(self._reused),
             self._timers.freeze(now_ns),
             tuple(self._hearers),

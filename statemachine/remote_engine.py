@@ -503,10 +503,11 @@ class _Connection:
     def freeze(self) -> Hashable:
         return (
             self.number,
+            self.ranks,
             self.is_builtin,
             frozenset(self.open_reads),
             frozenset(self.unsettled),
-            self.failure is None,
+            type(self.failure),
             self.is_tearing_down,
             self.is_torn_down,
         )
@@ -1493,9 +1494,11 @@ class RemoteEngine:
     def freeze(self, now_ns: int) -> Hashable:
         """Equal for two cores that behave alike from `now_ns` on. Times are relative to it."""
         return (
+            self.address,
             self._peer,
             frozenset(self._freeze_request(each, now_ns) for each in self._requests.values()),
             frozenset(self._freeze_claim(each, now_ns) for each in self._claims.values()),
+            frozenset(self._wanted),
             self._consumed.freeze(),
             frozenset(each.freeze() for each in self._connections.values()),
             self._current.number if self._current is not None else None,

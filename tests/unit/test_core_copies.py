@@ -1,0 +1,92 @@
+"""What the model checker takes for the same core: `copy` and `freeze` know every attribute.
+
+An attribute that `freeze` leaves out makes two cores the same that go on differently, and what follows from one of them
+is never looked at.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from statemachine import remote_engine
+from statemachine.lease import LeaseName
+from statemachine.lending import Lending, LendingLimits
+from statemachine.remote_engine import EngineLimits, RemoteEngine
+
+ENGINE_LIMITS = EngineLimits(
+    lease_ns=1,
+    margin_ns=1,
+    request_ns=1,
+    quiesce_ns=1,
+    grace_ns=1,
+    backoff_first_ns=1,
+    backoff_max_ns=1,
+    incompatible_ns=1,
+    retries=1,
+)
+LENDING_LIMITS = LendingLimits(**dict.fromkeys(LendingLimits.__struct_fields__, 1))
+
+EVERY_CORE = {
+    "_note": "who looks on",
+    "_whose": "who looks on",
+    "_limits": "never changes",
+    "_effects": "empty between two events",
+    "_unseen": "empty between two events",
+}
+CORES: dict[str, tuple[Callable[[], Any], dict[str, str]]] = {
+    "RemoteEngine": (
+        lambda: RemoteEngine("p", "p:1", ENGINE_LIMITS),
+        EVERY_CORE
+        | {
+            "engine_id": "never changes",
+            "_identity": "never changes",
+            "_waiting": "the requests in that state",
+            "_proving": "the requests in that state",
+            "_backoff_until_ns": "that of a timer, while it matters",
+        },
+    ),
+    "_Connection": (
+        lambda: remote_engine._Connection(1, ("PP 0 TP 0",), is_builtin=False),
+        {"workers": "names for people; how many there are is in `ranks`"},
+    ),
+    "Lending": (lambda: Lending(LENDING_LIMITS), EVERY_CORE),
+}
+
+
+@pytest.mark.parametrize("name", CORES)
+def test_two_cores_of_which_any_attribute_differs_are_not_the_same(name: str) -> None:
+    make, excused = CORES[name]
+    core = make()
+    assert set(_attributes(core)) - _named_in(type(core).freeze) == set(excused)
+
+
+@pytest.mark.parametrize("name", CORES)
+def test_a_copy_has_every_attribute(name: str) -> None:
+    core = CORES[name][0]()
+    assert set(_attributes(core)) <= _named_in(type(core).copy) | {"_effects", "_unseen"}
+
+
+def test_leases_that_nobody_wants_any_more_are_not_those_that_somebody_wants() -> None:
+    """As when an engine has left: whoever had wanted them is still known, and no pause follows a refusal."""
+    core = RemoteEngine("p", "p:1", ENGINE_LIMITS)
+    core.handle(remote_engine.Announced(request_id="a", lease=LeaseName("r", 1), address="p:1", age_ns=0), 0)
+    other = core.copy()
+    assert core.freeze(0) == other.freeze(0)
+    other._wanted.clear()
+    assert core.freeze(0) != other.freeze(0)
+
+
+def _attributes(core: object) -> Iterator[str]:
+    yield from getattr(type(core), "__slots__", ())
+    yield from getattr(core, "__dict__", ())
+
+
+def _named_in(method: Callable[..., Any]) -> set[str]:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
+    return {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
