@@ -27,9 +27,9 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from connector.clock import BootClock
 from connector.config import parse_options, warn_of_idle_options
-from connector.families import Holds, family_of, keeps
 from connector.observe.stats import ConnectorPromMetrics, ConnectorStats
 from connector.plugin import register
+from connector.scheduler.cache_groups import has_windows_of_other_blocks
 from connector.scheduler.connector_scheduler import ConnectorScheduler
 from connector.step_metadata import StepMetadata
 from connector.step_overlap import require_role_that_reads
@@ -66,9 +66,10 @@ class NixlActorConnector(KVConnectorBase_V1, SupportsHMA):
         require_role_that_reads(vllm_config, options, vllm_config.kv_transfer_config)
         require_supported(vllm_config, kv_cache_config)
         require_control_ports(vllm_config, options)
-        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-        block_sizes = {spec.block_size for spec in specs if family_of(spec).holds is Holds.TOKENS}
-        self._has_windows_of_other_blocks = len(block_sizes) > 1 and any(keeps(spec).is_clipped for spec in specs)
+        self._has_windows_of_other_blocks = has_windows_of_other_blocks(
+            [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups],
+            vllm_config.parallel_config.decode_context_parallel_size,
+        )
         self._scheduler: ConnectorScheduler | None = None
         self._worker: ConnectorWorker | None = None
         if role is KVConnectorRole.SCHEDULER:

@@ -23,6 +23,7 @@ from connector.protocol import GroupPull
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.kv_cache_interface import KVCacheSpec
 
 _Block = TypeVar("_Block")
 
@@ -170,6 +171,14 @@ class CacheGroups:
         self.has_states = any(group.keeps.is_state for group in self.all)
         self.keeps_all_tokens = not any(group.keeps.is_clipped for group in self.all)
         self.keeps_everything = all(group.keeps == Keeps() for group in self.all)
+
+
+def has_windows_of_other_blocks(specs: Sequence[KVCacheSpec], dcp_size: int) -> bool:
+    """Whether there are clipped tables in an engine whose groups have blocks of unlike numbers of tokens, states
+    included: all of them decide how far a hit reaches that vLLM cuts to whole blocks. Ranks of decode context
+    parallelism share the tokens of a block of some groups, and not of others."""
+    block_sizes = {resolve_dcp_kv_block_size(spec, dcp_size) for spec in specs}
+    return len(block_sizes) > 1 and any(keeps(spec).is_clipped for spec in specs)
 
 
 def _tokens_left_to_decode(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:

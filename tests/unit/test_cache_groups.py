@@ -28,7 +28,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 from connector.protocol import GroupPull, StartPull
-from connector.scheduler.cache_groups import NULL_BLOCK_ID
+from connector.scheduler.cache_groups import NULL_BLOCK_ID, has_windows_of_other_blocks
 from connector.step_metadata import WorkerReport
 from connector.wire.params import RemotePrefill
 from tests.unit.hybrid_engine import (
@@ -400,6 +400,23 @@ def test_a_window_of_other_blocks_allows_no_hit_that_is_deeper_than_a_state(
     """vLLM takes it that only states may lag behind, and ends the engine where a window does."""
     connector = HybridEngine(specs, caches_prefixes=True).scheduler.connector
     assert connector.supports_divergent_local_hybrid_hits is expected
+
+
+SHARED = replace(window(40), dcp_sharded=False)
+
+
+@pytest.mark.parametrize(
+    ("specs", "dcp_size", "expected"),
+    [
+        ([mla(), SHARED, state("align")], 1, False),
+        ([mla(), SHARED, state("align")], 2, True),
+        ([full(), window(40), replace(state("align"), block_size=64)], 1, True),
+        ([full(), replace(state("align"), block_size=64)], 1, False),
+    ],
+)
+def test_whose_blocks_are_of_other_sizes(specs: list[KVCacheSpec], dcp_size: int, expected: bool) -> None:
+    """With context parallelism a block of some groups counts for so many times as many tokens."""
+    assert has_windows_of_other_blocks(specs, dcp_size) is expected
 
 
 def test_a_last_token_that_is_not_cached_is_read() -> None:
