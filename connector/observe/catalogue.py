@@ -422,7 +422,8 @@ QUARANTINED = Metric(
 HANDSHAKES_FAILED = Metric(
     name=f"{PREFIX}failed_handshakes",
     kind="counter",
-    documentation="Handshakes that failed, each counted once however many requests waited for it.",
+    documentation="Handshakes that failed and that requests waited for, each counted once however many these were. "
+    "Not those with an engine that no request needs yet (known_peers, nixl-actor meet).",
     side="D",
     sources=(FAILED_HANDSHAKES,),
 )

@@ -129,6 +129,14 @@ def _unanswered(found: Survey) -> Iterator[Finding]:
                 what=f"{kind}: {engine.address}{by}: {engine.problem}",
                 advice=WHAT_TO_DO.get(kind, ""),
             )
+        if engine.refusal is not None and not any(row.stopped for row in engine.of(EngineRow)):
+            yield Finding(
+                level="problem",
+                check="answers",
+                engines=(_name(engine),),
+                what=f"{_name(engine)} serves no KV any more: {engine.refusal}",
+                advice=WHAT_TO_DO["ConnectorStopped"],
+            )
         for rank in engine.ranks:
             if rank.problem is not None:
                 is_builtin = rank.advertisement is not None and rank.advertisement.actor is None

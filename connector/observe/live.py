@@ -134,6 +134,7 @@ class EngineReport:
 
     Attributes:
         problem: why it could not be asked; `problem_kind` is a stable name for it.
+        refusal: why nobody can read from it any more; its workers were asked all the same. None: it serves.
         named_by: engine ids of those that sent us there.
         not_resolved: why the host name does not resolve here that it advertises for its side channel; None: it does.
     """
@@ -142,6 +143,7 @@ class EngineReport:
     ranks: tuple[RankReport, ...] = ()
     problem: str | None = None
     problem_kind: str | None = None
+    refusal: str | None = None
     named_by: tuple[str, ...] = ()
     not_resolved: str | None = None
 
@@ -473,10 +475,10 @@ class Surveyor:
             return silent("HandshakeRefused", error.error)
         except DecodeFailed as error:
             return silent("HandshakeMalformed", f"what listens there is not a NIXL connector: {error.detail}")
-        if first.error is not None:
+        if first.error is not None and first.actor is None:
             return silent("HandshakeRefused", first.error)
         ranks = tuple(await self._ask_ranks(address, first, questions, deadline))
-        engine = EngineReport(address=address, ranks=ranks, named_by=named_by)
+        engine = EngineReport(address=address, ranks=ranks, refusal=first.error, named_by=named_by)
         return replace(engine, not_resolved=await self._not_resolved(engine, deadline))
 
     async def _not_resolved(self, engine: EngineReport, deadline: float) -> str | None:

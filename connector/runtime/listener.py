@@ -5,8 +5,8 @@ that does not exist, costs its sender an error reply and nothing else. A bug cos
 is logged, and the task goes on.
 
 Once the engine's workers cannot serve any more, every request is answered with the reason, so that decode engines give
-up at once. An engine that is to end is told so here, and goes on answering: what it lends can still be read
-(`connector/runtime/draining.py`).
+up at once; tools still learn where its workers are, which may know why. An engine that is to end is told so here, and
+goes on answering: what it lends can still be read (`connector/runtime/draining.py`).
 
 Files of keys that the scheduler process uses are looked at again from here, every few seconds: its other thread must
 not wait for a file system.
@@ -24,7 +24,7 @@ from connector.runtime.draining import EngineDraining
 from connector.runtime.restarts import keep_running
 from connector.wire.administration import encode_report, is_drain
 from connector.wire.bounded import DecodeFailed
-from connector.wire.handshake import encode_error, encode_reply, parse_request
+from connector.wire.handshake import encode_error, encode_refusal, encode_reply, parse_request
 
 REQUEST_FRAMES_MAX = 2
 REQUEST_FRAME_BYTES_MAX = 1024
@@ -73,7 +73,8 @@ class HandshakeListener:
             on_cut_off=log_cut_off,
         )
         self._payloads = dict(payloads)
-        self._refusal: bytes | None = None  # the reply to everything, once the engine has stopped serving
+        # Why the engine has stopped serving; None: it has not.
+        self._refusal: str | None = None
         self._perf_counter = perf_counter
         self._log_bad_frame = log_bad_frame
         self._log_crash = log_crash
@@ -107,11 +108,15 @@ class HandshakeListener:
 
     def stop_serving(self, reason: str) -> None:
         """From now on answer every request with an error that says why."""
-        self._refusal = encode_error(reason)
+        self._refusal = reason
+        self.answer_with(self._payloads)
 
     def answer_with(self, payloads: Mapping[tuple[int, int], bytes]) -> None:
-        """From now on say this of the ranks."""
-        self._payloads = dict(payloads)
+        """From now on say this of the ranks, and no more than where they are if the engine has stopped serving."""
+        refusal = self._refusal
+        self._payloads = {
+            rank: payload if refusal is None else encode_refusal(payload, refusal) for rank, payload in payloads.items()
+        }
 
     def deliver(self, command: Callable[[HandshakeListener], None]) -> None:
         """What the scheduler's thread wants done."""
@@ -135,19 +140,20 @@ class HandshakeListener:
             self._listener.charge(asked.reply_address, units, understood=error is None)
             if error is not None:
                 self._log_bad_frame(error)
-            self._listener.reply(asked.reply_address, encode_reply(self._refusal or payload, self._perf_counter()))
+            self._listener.reply(asked.reply_address, encode_reply(payload, self._perf_counter()))
 
     def _answer(self, frames_untrusted: tuple[bytes, ...]) -> tuple[str | None, bytes]:
         """What is wrong with a request, if anything is, and the payload of the reply."""
+        refusal = self._refusal
         if self._draining is not None and is_drain(frames_untrusted):
             self._draining.ask(ASKED_BY_A_TOOL)
-            return None, encode_report(self._draining.report())
+            return None, encode_report(self._draining.report()) if refusal is None else encode_error(refusal)
         try:
             wanted = parse_request(frames_untrusted)
         except DecodeFailed as error:
-            return error.detail, encode_error(error.detail)
+            return error.detail, encode_error(refusal or error.detail)
         payload = self._payloads.get((wanted.pp_rank, wanted.tp_rank))
         if payload is None:
             detail = f"there is no rank (pp {wanted.pp_rank}, tp {wanted.tp_rank}) here"
-            return detail, encode_error(detail)
+            return detail, encode_error(refusal or detail)
         return None, payload

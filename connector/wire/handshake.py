@@ -127,7 +127,7 @@ def worker_name(pp_rank: int, tp_rank: int) -> str:
 class Advertisement(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine says of one of its ranks to who does not mean to read from it: a tool, which expects nothing.
 
-    `error`: why it says nothing else.
+    `error`: why nobody can read from it. It says nothing else then, but `actor` where it has served before.
     """
 
     compatibility_hash: str | None
@@ -201,6 +201,13 @@ def encode_payload(compatibility_hash: str, agent_metadata: bytes, extension: Ac
 def encode_error(detail: str) -> bytes:
     """The payload that says why there is no other."""
     return _encoder.encode(_Payload(error=shorten(detail, ERROR_LENGTH_MAX)))
+
+
+def encode_refusal(payload: bytes, detail: str) -> bytes:
+    """In place of the payload of one rank that is read no more: why, and what a tool needs to ask its worker. Without
+    the metadata, or a built-in engine, which does not know `error`, would go on."""
+    extension = _payload_decoder.decode(payload).actor
+    return _encoder.encode(_Payload(error=shorten(detail, ERROR_LENGTH_MAX), actor=extension))
 
 
 def encode_reply(payload: bytes, clock_seconds: float) -> tuple[bytes, bytes]:

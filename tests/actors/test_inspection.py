@@ -346,6 +346,23 @@ def test_only_what_matches_is_shown_and_pages_are_followed() -> None:
     run(test)
 
 
+def test_an_engine_that_serves_no_more_is_asked_all_the_same() -> None:
+    """What a worker still knows is wanted most then."""
+
+    async def test() -> None:
+        async with engine("p", serves=True) as p:
+            assert p.listener is not None
+            p.listener.stop_serving("a device is gone")
+            found = await asked(p)
+            (report,) = found.engines
+            assert (report.answers, report.engine_id, report.refusal) == (True, "p", "a device is gone")
+            assert [each.what for each in diagnose(found) if each.check == "answers"] == [
+                "p serves no KV any more: a device is gone"
+            ]
+
+    run(test)
+
+
 def test_requests_without_parameters_are_counted_and_the_last_ones_named() -> None:
     async def test() -> None:
         async with engine("d", serves=True) as d:

@@ -149,11 +149,13 @@ def test_files_are_looked_at_again_and_a_look_that_raises_ends_nothing(
 
 
 def test_an_engine_that_has_stopped_says_so_to_everybody(served: ListenerThread, port: int) -> None:
+    """And to a tool where its workers are: they may know why."""
+    before = ask(port, encode_request(0, 0))
     served.stop_serving("its workers died")
-    for frame in (encode_request(0, 0), encode_request(3, 3), b"?"):
-        answer = ask(port, frame)
-        assert answer is not None
-        assert answer[0] == {"error": "its workers died"}
+    answers = [ask(port, frame) for frame in (encode_request(0, 0), encode_request(3, 3), b"?", encode_drain())]
+    assert before is not None
+    said = {"error": "its workers died"}
+    assert [answer and answer[0] for answer in answers] == [said | {"actor": before[0]["actor"]}, said, said, said]
 
 
 def test_a_thread_that_dies_is_logged_and_told(port: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -268,11 +268,14 @@ def silent_of(found: Survey) -> list[Any]:
     """Engines and workers that did not answer, as explanations want them."""
     from connector.observe.explanation import Silent, as_advertised
     from connector.wire.inspection import PeerRow
+    from statemachine.failures import HandshakeRefused
 
     silent = []
     names = {as_advertised(row.address): row.engine_id for _, row in found.of(PeerRow)}
     for each in found.engines:
         problem, kind = each.problem, each.problem_kind
+        if problem is None and each.refusal is not None and not each.answers:
+            problem, kind = each.refusal, HandshakeRefused.__name__
         for rank in each.ranks:
             if problem is None and rank.problem is not None and rank.advertisement is not None:
                 is_ours = rank.advertisement.actor is not None
@@ -295,7 +298,8 @@ def _fail_unasked(found: Survey, *, as_json: bool) -> None:
 
 
 def _first_problem(engine: EngineReport) -> str | None:
-    return next((rank.problem for rank in engine.ranks if rank.problem is not None), None)
+    """Of an engine that could be reached."""
+    return engine.refusal or next((rank.problem for rank in engine.ranks if rank.problem is not None), None)
 
 
 # --- showing ----------------------------------------------------------------------------------------------------------
@@ -346,6 +350,7 @@ def _as_data(found: Survey) -> dict[str, Any]:
                 "named_by": list(engine.named_by),
                 "problem": engine.problem,
                 "problem_kind": engine.problem_kind,
+                "refusal": engine.refusal,
                 "ranks": [
                     {
                         "pp_rank": rank.rank[0],
@@ -440,7 +445,7 @@ def _tables(found: Survey) -> list[Any]:
                         "local prefills",
                     )
                 ),
-                row.stopped or rank.problem or _lag(row),
+                row.stopped or rank.problem or _lag(row) or engine.refusal,
             )
             for engine in found.engines
             for number, rank in enumerate(engine.ranks)
