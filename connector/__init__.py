@@ -2,7 +2,7 @@
 
     --kv-transfer-config '{"kv_connector": "NixlConnector", "kv_connector_module_path": "connector", ...}'
 
-`NixlConnector` is looked up lazily, so that importing the package loads neither vLLM nor torch, NIXL or ZMQ. What is
+The class is looked up lazily, so that importing the package loads neither vLLM nor torch, NIXL or ZMQ. What is
 looked at first is whether the package `statemachine` is this project's: another distribution installs one of that name.
 """
 
@@ -12,9 +12,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from connector.nixl_connector import NixlActorConnector, NixlConnector
+    from connector.nixl_connector import NixlActorConnector, NixlConnector, NixlPullConnector
 
-__all__ = ["NixlActorConnector", "NixlConnector"]
+__all__ = ["NixlActorConnector", "NixlConnector", "NixlPullConnector"]
 
 DISTRIBUTION = "nixl-actor-connector"
 

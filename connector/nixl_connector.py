@@ -2,10 +2,11 @@
 
 It decides nothing. vLLM makes one instance per role; each method belongs to one role and goes to that side.
 
-It has two names. vLLM chooses some defaults by `NixlConnector` in the configuration, where a module path takes
+It has three names. vLLM chooses some defaults by `NixlConnector` in the configuration, where a module path takes
 precedence over the built-in class of that name. But where several connectors are combined (`MultiConnector`), vLLM
 looks classes up by their own names, and `NixlConnector` is the built-in one there. So the class is called
-`NixlActorConnector`, and is registered under that name as soon as this module is imported.
+`NixlActorConnector`, and is registered under that name as soon as this module is imported. `NixlPullConnector` is what
+the built-in class is called itself, for configurations that name it so.
 """
 
 from __future__ import annotations
@@ -224,5 +225,5 @@ class NixlActorConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker_side.save(metadata)
 
 
-NixlConnector = NixlActorConnector
+NixlConnector = NixlPullConnector = NixlActorConnector
 register()

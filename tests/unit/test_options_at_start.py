@@ -49,6 +49,7 @@ def several(*children: dict[str, Any]) -> dict[str, Any]:
 OURS_WRONG = OURS | {"kv_connector_extra_config": WRONG}
 WITH_WRONG: dict[str, dict[str, Any]] = {
     "alone": OURS_WRONG,
+    "by the other name of the built-in one": OURS_WRONG | {"kv_connector": "NixlPullConnector"},
     "by its own name": NAMED | {"kv_connector_extra_config": WRONG},
     "a class derived from it": DERIVED | {"kv_connector_extra_config": WRONG},
     "one of several": several(OURS_WRONG),
