@@ -9,14 +9,10 @@ from __future__ import annotations
 
 from vllm.utils.network_utils import get_ip
 
-_ALL_INTERFACES = ("0.0.0.0", "::", "[::]", "*")
+from connector.addresses import is_all_interfaces
 
 
 def told_host(host: str) -> str:
     """For a host to listen at: the same, or an address of this machine in place of all its interfaces. Where vLLM finds
     none, because the machine has no route, it is that of all again."""
     return get_ip() if is_all_interfaces(host) else host
-
-
-def is_all_interfaces(host: str) -> bool:
-    return host in _ALL_INTERFACES

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from connector.addresses import join_address
 from connector.ports.nixl import ReadMeasured
 from statemachine.failures import Failure, ParamsFailure
 from statemachine.lease import LeaseName
@@ -31,7 +32,7 @@ class PeerAddress(msgspec.Struct, frozen=True, kw_only=True):
     pp_size: int = 1
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
+        return join_address(self.host, self.port)
 
 
 # --- commands: decode side ------------------------------------------------------------------------------------------

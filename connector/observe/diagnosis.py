@@ -9,7 +9,6 @@ A problem will cost requests, or does; a warning may, or costs time; a note is f
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -20,9 +19,9 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from connector import DISTRIBUTION
+from connector.addresses import is_all_interfaces, is_loopback, unbracketed
 from connector.observe.advice import LEASE_EXPIRED, NIXL_HANGS, NIXL_HANGS_ADVICE, NO_PARAMETERS, WHAT_TO_DO, told
 from connector.observe.durations import duration
-from connector.observe.explanation import as_advertised
 from connector.observe.history import LeaseKey, LeasesGiven
 from connector.observe.live import Address, EngineReport, RankReport, Survey
 from connector.observe.ucx_devices import NETWORK, READS_WITHOUT_NVLINK, VARIABLES, Opened
@@ -171,7 +170,7 @@ def _has_left(engine: EngineReport, found: Survey) -> Finding | None:
     start it again."""
     if engine.problem_kind != ConnectionRefused.__name__ or not engine.named_by:
         return None
-    rows = [row for _, row in found.of(PeerRow) if as_advertised(row.address) == as_advertised(str(engine.address))]
+    rows = [row for _, row in found.of(PeerRow) if row.address == str(engine.address)]
     if not rows or any(not _left_in_peace(row) for row in rows):
         return None
     names = ", ".join(sorted({row.engine_id for row in rows}))
@@ -234,7 +233,7 @@ def _addresses(found: Survey) -> Iterator[Finding]:
             facts, theirs = _first_facts(local), _first_facts(remote)
             assert facts is not None
             assert theirs is not None
-            if _is_loopback(_host(facts.side_channel)) and facts.host_name != theirs.host_name:
+            if is_loopback(_host(facts.side_channel)) and facts.host_name != theirs.host_name:
                 yield Finding(
                     level="problem",
                     check="localhost",
@@ -258,7 +257,7 @@ def _addresses(found: Survey) -> Iterator[Finding]:
                     ),
                     advice=WHAT_TO_DO["AddressNotResolved"],
                 )
-            if _host(facts.side_channel) in ("0.0.0.0", "::", "*"):
+            if is_all_interfaces(_host(facts.side_channel)):
                 yield Finding(
                     level="problem",
                     check="localhost",
@@ -267,8 +266,7 @@ def _addresses(found: Survey) -> Iterator[Finding]:
                     advice="set VLLM_NIXL_SIDE_CHANNEL_HOST on it to an address that the other engines can reach",
                 )
             elif (
-                _is_loopback(_host(facts.side_channel))
-                and len({f.host_name for e in answering for f in _facts(e)}) == 1
+                is_loopback(_host(facts.side_channel)) and len({f.host_name for e in answering for f in _facts(e)}) == 1
             ):
                 yield Finding(
                     level="note",
@@ -823,16 +821,7 @@ def _first_facts(engine: EngineReport) -> EngineFacts | None:
 
 
 def _host(address: str) -> str:
-    return address.rpartition(":")[0].strip("[]")
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return unbracketed(address.rpartition(":")[0])
 
 
 def _transport_names(tls: str | None) -> frozenset[str]:

@@ -126,12 +126,11 @@ class Live:
 
     def silence_of(self, engine_id: str | None, address: str | None) -> Silent | None:
         """Why nothing is known of this engine now."""
-        place = None if address is None else as_advertised(address)
         return next(
             (
                 each
                 for each in self.silent
-                if (each.engine_id is not None and each.engine_id == engine_id) or as_advertised(each.address) == place
+                if (each.engine_id is not None and each.engine_id == engine_id) or each.address == address
             ),
             None,
         )
@@ -272,12 +271,6 @@ def _with_their_leases(cases: list[Case]) -> list[Case]:
             case.story = Story(requests=case.story.requests, holds=holds, leases=mine[0].story.leases)
             case.leases = mine[0].leases
     return [case for case in cases if case not in joined]
-
-
-def as_advertised(address: str) -> str:
-    """To compare what people write with what engines do, who leave the brackets of an IPv6 address away."""
-    host, _, port = address.rpartition(":")
-    return f"{host.strip('[]')}:{port}"
 
 
 def _unwrapped(request_id: str) -> str:

@@ -24,6 +24,7 @@ from typing import TypeVar
 import msgspec
 import trio
 
+from connector.addresses import join_address
 from connector.observe.history import best_named
 from connector.ports.curve_keys import CurveKeys
 from connector.ports.gate import ANYBODY, Access
@@ -99,7 +100,7 @@ class Address:
 
     def __str__(self) -> str:
         """As `parse_address` reads it."""
-        return f"{bracketed(self.host)}:{self.port}"
+        return join_address(self.host, self.port)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,21 +268,11 @@ def parse_address(text: str) -> Address:
             f"{shorten(text)!r} is not HOST:PORT of an engine's side channel; "
             "an IPv6 address is written in brackets, as in [::1]:5600"
         )
-    return advertised_address(text)
-
-
-def advertised_address(text: str) -> Address:
-    """The same as engines write it: with a port always, and an IPv6 address without brackets. Raises AddressError."""
     with contextlib.suppress(ValueError):
         host, port = split_address(text.strip())
         if len(host) <= HOST_LENGTH_MAX:
             return Address(host or "127.0.0.1", port)
     raise AddressError(f"{shorten(text)!r} is not HOST:PORT of an engine's side channel")
-
-
-def bracketed(host: str) -> str:
-    """As it stands before a port."""
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def chosen_addresses(named: Sequence[str], environment: Mapping[str, str] = os.environ) -> list[Address]:
@@ -291,7 +282,7 @@ def chosen_addresses(named: Sequence[str], environment: Mapping[str, str] = os.e
     if texts:
         return [parse_address(each) for each in texts]
     port = environment.get(PORT_VARIABLE, str(DEFAULT_PORT))
-    return [parse_address(f"{bracketed(environment.get(HOST_VARIABLE) or '127.0.0.1')}:{port}")]
+    return [parse_address(join_address(environment.get(HOST_VARIABLE) or "127.0.0.1", port))]
 
 
 def tool_access(directory: str | None) -> Access:
@@ -414,7 +405,7 @@ class Surveyor:
         for engine in found:
             for row in engine.of(PeerRow):
                 with contextlib.suppress(AddressError):
-                    address = advertised_address(row.address)
+                    address = parse_address(row.address)
                     if address not in named and row.engine_id not in known_ids:
                         further[address] = (*further.get(address, ()), engine.engine_id or str(engine.address))
         chosen = dict(list(further.items())[: ENGINES_MAX - len(named)])
@@ -485,7 +476,7 @@ class Surveyor:
         """Why decode engines would not find it by the name that it advertises, if it has one and this is so here."""
         advertised = next((row.facts.side_channel for row in engine.of(EngineRow)), "")
         try:
-            address = advertised_address(advertised)
+            address = parse_address(advertised)
         except AddressError:
             return None  # of no use for other reasons, which are not this one
         if address.host == engine.address.host:

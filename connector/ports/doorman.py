@@ -40,8 +40,8 @@ from typing import TypeAlias
 import trio
 import zmq
 
+from connector.addresses import without_interface
 from connector.clock import NS_PER_SECOND, BootClock
-from connector.ports.host_names import without_interface
 from connector.ports.tcp import peer_address, received_bytes, waiting
 from statemachine.admission import MANY_FRAMES, Admission, AdmissionLimits, CutOff, Untaken, Verdict
 

@@ -29,10 +29,10 @@ import trio
 import zmq
 from zmq.utils import z85
 
+from connector.addresses import without_interface
 from connector.observe.log import log_crash
 from connector.ports.curve_keys import CurveKeys
 from connector.ports.doorman import Doorman
-from connector.ports.host_names import without_interface
 
 Socket: TypeAlias = "zmq.Socket[bytes]"
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network

@@ -11,12 +11,12 @@ a name is refused at once.
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 from functools import partial
 
 import trio
 
+from connector.addresses import is_ip_address, unbracketed
 from connector.ports.side_channel import NameNotResolved
 
 QUESTIONS_MAX = 256
@@ -101,20 +101,3 @@ class HostNames:
         self._found[host] = None
         if len(self._found) > FOUND_REMEMBERED_MAX:
             del self._found[next(iter(self._found))]
-
-
-def is_ip_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(unbracketed(host))
-    except ValueError:
-        return False
-    return True
-
-
-def without_interface(address: str) -> str:
-    """A numeric address as libzmq says it. A link-local one comes with its interface, which is no part of it."""
-    return address.partition("%")[0]
-
-
-def unbracketed(host: str) -> str:
-    return host[1:-1] if host.startswith("[") and host.endswith("]") else host

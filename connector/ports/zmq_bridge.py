@@ -65,10 +65,11 @@ import trio
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from connector.addresses import is_ip_address, unbracketed
 from connector.observe.log import log_crash
 from connector.ports.doorman import Doorman, connections_max
 from connector.ports.gate import ANYBODY, NOT_ALLOWED, Access, Gate
-from connector.ports.host_names import HostNames, is_ip_address, unbracketed
+from connector.ports.host_names import HostNames
 from connector.ports.side_channel import (
     FRAMES_TOO_MANY_MAX,
     ConnectionRefused,

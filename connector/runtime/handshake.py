@@ -28,6 +28,7 @@ from typing import TypeVar
 import msgspec
 import trio
 
+from connector.addresses import is_ip_address
 from connector.layout.geometry import LayoutMismatch, RankId, RankLayout
 from connector.layout.plan import EnginePlan, ReadPlan, plan_in_steps
 from connector.layout.plan_cache import geometry_in_steps
@@ -35,7 +36,6 @@ from connector.layout.remote import layout_in_steps, own_regions, stated_by
 from connector.layout.sources import partners
 from connector.layout.steps import Steps
 from connector.layout.verification import Match, match
-from connector.ports.host_names import is_ip_address
 from connector.ports.nixl import AgentName, DescriptorListHandle, NixlCallFailed, PortClosed
 from connector.ports.side_channel import (
     ConnectionRefused,

@@ -35,13 +35,14 @@ from vllm.v1.request import RequestStatus
 
 from connector import DISTRIBUTION
 from connector.actor_death import act_on
+from connector.addresses import is_all_interfaces, is_loopback, join_address
 from connector.clock import NS_PER_SECOND, Clock, to_ns
 from connector.config import ConnectorOptions, in_force
 from connector.key_files import listener_access, own_workers_access, params_key_file, warn_of_insecurity
 from connector.observe import catalogue
 from connector.observe.log import CrashCount, EventLog, FailureLog, get_logger
 from connector.observe.stats import EngineStats
-from connector.own_address import is_all_interfaces, told_host
+from connector.own_address import told_host
 from connector.protocol import (
     LOCAL_PREFILLS_NAMED_MAX,
     AbortPull,
@@ -74,8 +75,6 @@ if TYPE_CHECKING:
 
 QUARANTINE_ASKED_NS = NS_PER_SECOND
 """How long after a step an idle engine makes another one to hear whether a quarantine has ended, if it is asked."""
-
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 _log = get_logger()
 
@@ -178,7 +177,7 @@ class ConnectorScheduler:
             in_force(options),
             self._engine_id,
         )
-        warn_of_insecurity(options, f"{self._host}:{self._port}")
+        warn_of_insecurity(options, join_address(self._host, self._port))
         if is_all_interfaces(told.host):
             _log.warning(
                 "VLLM_NIXL_SIDE_CHANNEL_HOST is %s, and this machine has no route by which vLLM would find the address "
@@ -389,8 +388,9 @@ class ConnectorScheduler:
             )
             self._listener.start()
             self._draining.catch_sigterm()
-            local_only = "; only engines on this machine reach it" if self._host in _LOOPBACK else ""
-            _log.info("handshakes are answered at %s:%d%s [%s]", self._host, self._port, local_only, self._engine_id)
+            local_only = "; only engines on this machine reach it" if is_loopback(self._host) else ""
+            at = join_address(self._host, self._port)
+            _log.info("handshakes are answered at %s%s [%s]", at, local_only, self._engine_id)
 
     def bind_cache_manager(self, manager: KVCacheManager) -> None:
         self._cache_manager = manager

@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.platforms import current_platform
 
 from connector.actor_death import act_on
+from connector.addresses import join_address
 from connector.clock import BootClock
 from connector.config import ConnectorOptions
 from connector.key_files import channel_access
@@ -240,14 +241,13 @@ class ConnectorWorker:
         assert metadata is not None
         _log.info(
             "%.2f GB of KV cache in %d memory ranges (%s) are registered with NIXL %s, back ends %s; control socket "
-            "%s:%d; TP %d of %d, PP %d [%s rank %d]",
+            "%s; TP %d of %d, PP %d [%s rank %d]",
             sum(each.length_bytes for each in registration.ranges) / 1e9,
             len(registration.ranges),
             layout.memory_kind,
             shown_version(*NIXL),
             ", ".join(self._options.backends),
-            metadata.extension.control_host,
-            metadata.extension.control_port,
+            join_address(metadata.extension.control_host, metadata.extension.control_port),
             layout.tp_rank,
             layout.tp_size,
             layout.pp_rank,
@@ -353,7 +353,11 @@ class ConnectorWorker:
             event_log=EventLog(layout.engine_id, rank_number, clock=clock, log_failure=log_failure),
             hear_engine=hear_engine,
             facts=engine_facts(
-                self._vllm_config, self._kv_cache_config, self._options, registration, f"{control_host}:{control.port}"
+                self._vllm_config,
+                self._kv_cache_config,
+                self._options,
+                registration,
+                join_address(control_host, control.port),
             ),
             is_warm=False,
         )

@@ -15,6 +15,7 @@ from vllm import envs
 from vllm.utils.network_utils import get_ip
 
 from connector import DISTRIBUTION
+from connector.addresses import join_address
 from connector.config import ConnectorOptions
 from connector.own_address import told_host
 from connector.versions import NIXL, installed_version
@@ -54,7 +55,7 @@ def engine_facts(
         load_failure_policy=text(getattr(transfer, "kv_load_failure_policy", "")),
         host_name=text(socket.gethostname()),
         process_id=os.getpid(),
-        side_channel=text(f"{told_host(envs.VLLM_NIXL_SIDE_CHANNEL_HOST)}:{port}"),
+        side_channel=text(join_address(told_host(envs.VLLM_NIXL_SIDE_CHANNEL_HOST), port)),
         control=text(control),
         versions=_versions(),
         options=texts(

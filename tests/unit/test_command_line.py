@@ -19,7 +19,6 @@ from connector.observe.live import (
     AddressError,
     EngineReport,
     Survey,
-    advertised_address,
     chosen_addresses,
     parse_address,
 )
@@ -303,7 +302,7 @@ def test_an_ipv6_address_without_brackets_is_refused_with_what_to_write(text: st
 
 def test_an_ipv6_address_is_said_as_it_may_be_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
     address = parse_address("[::1]:5600")
-    assert address == advertised_address("::1:5600") == Address("::1", 5600)
+    assert address == Address("::1", 5600)
     assert parse_address(str(address)) == address
     met: list[str] = []
     monkeypatch.setattr("connector.observe.administration.meet", lambda engine, places, **_: met.extend(places) or {})
@@ -312,9 +311,9 @@ def test_an_ipv6_address_is_said_as_it_may_be_given_again(monkeypatch: pytest.Mo
 
 
 def test_an_engine_that_is_silent_at_an_ipv6_address_is_the_peer_that_is_known_there() -> None:
-    d = engine("D", peer_row("ready", address="::1:5600").row)
+    d = engine("D", peer_row("ready", address="[::1]:5600").row)
     p = EngineReport(address=Address("::1", 5600), problem="nothing listens there", problem_kind="ConnectionRefused")
     (silent,) = silent_of(Survey([d, p]))
     assert (silent.engine_id, silent.address) == ("P", "[::1]:5600")
-    assert Live(silent=(silent,)).silence_of(None, "::1:5600") is silent
+    assert Live(silent=(silent,)).silence_of(None, "[::1]:5600") is silent
     assert Live(silent=(silent,)).silence_of(None, None) is None

@@ -123,7 +123,7 @@ RULES = [
     Rule(
         "the protocol of the two sides knows neither of them, but the form of what the port says",
         ("connector/protocol.py",),
-        stands_alone_with("numpy", "connector.ports.nixl"),
+        stands_alone_with("numpy", "connector.ports.nixl", "connector.addresses"),
     ),
     Rule("only ports touch NIXL and ZMQ", ("connector", "statemachine"), neither("nixl", "zmq"), ("connector/ports",)),
     Rule(

@@ -266,12 +266,12 @@ def _records_about(request: str, directory: Path) -> list[Any]:
 
 def silent_of(found: Survey) -> list[Any]:
     """Engines and workers that did not answer, as explanations want them."""
-    from connector.observe.explanation import Silent, as_advertised
+    from connector.observe.explanation import Silent
     from connector.wire.inspection import PeerRow
     from statemachine.failures import HandshakeRefused
 
     silent = []
-    names = {as_advertised(row.address): row.engine_id for _, row in found.of(PeerRow)}
+    names = {row.address: row.engine_id for _, row in found.of(PeerRow)}
     for each in found.engines:
         problem, kind = each.problem, each.problem_kind
         if problem is None and each.refusal is not None and not each.answers:
@@ -281,7 +281,7 @@ def silent_of(found: Survey) -> list[Any]:
                 is_ours = rank.advertisement.actor is not None
                 problem, kind = (rank.problem, "ControlLinkLost") if is_ours else (None, None)
         if problem is not None:
-            name = each.engine_id or names.get(as_advertised(str(each.address)))
+            name = each.engine_id or names.get(str(each.address))
             silent.append(Silent(address=str(each.address), engine_id=name, kind=kind or "", problem=problem))
     return silent
 
