@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final, Protocol
 
-NS_PER_SECOND = 1_000_000_000
+from statemachine.deadlines import NS_PER_SECOND as NS_PER_SECOND
 
 CLOCK_ID: Final[int] = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 """Linux has CLOCK_BOOTTIME. Elsewhere CLOCK_MONOTONIC has to do, whether or not it counts while suspended."""

@@ -46,7 +46,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-NS_PER_SECOND = 1_000_000_000
+from statemachine.deadlines import NS_PER_SECOND
 
 TOO_MANY = "too many connections"
 NO_DESCRIPTORS = "no file descriptor was left for another connection"

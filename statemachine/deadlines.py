@@ -15,6 +15,8 @@ from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 
+NS_PER_SECOND = 1_000_000_000
+
 _REBUILD_FROM = 64
 
 

@@ -51,7 +51,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from statemachine import departure, hold, peer, request
-from statemachine.deadlines import Deadlines
+from statemachine.deadlines import NS_PER_SECOND, Deadlines
 from statemachine.failures import (
     ActorCrashed,
     BadParams,
@@ -74,8 +74,6 @@ from statemachine.kernel import Effect, Event, Machine, ProtocolError
 from statemachine.lease import LEASES_PER_MESSAGE_MAX, LeaseName
 from statemachine.remembered import Remembered
 from statemachine.trace import Noted, Observer, StepSeen
-
-NS_PER_SECOND = 1_000_000_000
 
 CONSUMED_MAX = 1 << 14
 """Released leases that are remembered, the newest ones. P remembers longer, unless it is a built-in engine."""

@@ -12,8 +12,6 @@ from statemachine.failures import ADVICE_FOLLOWS, Failure, Incompatible
 
 NO_PARAMETERS = "NoTransferParams"
 """Kind of a request that came without parameters. Not a failure: its client got the right answer, later."""
-LEASE_EXPIRED = "LeaseExpired"
-"""Kind of a lease that ended before everybody had read it. Not a failure of D, which may not know of it."""
 NOT_READ = "NotRead"
 """Kind of a lease that D held and let go of without a READ. Not a failure: D had no use for it, or none any more."""
 
@@ -98,7 +96,7 @@ WHAT_TO_DO: dict[str, str] = {
         "have the router put kv_transfer_params of P's answer, unchanged, into what it sends to D; a P that drains or "
         "has stopped answers without them"
     ),
-    LEASE_EXPIRED: (
+    "LeaseExpired": (
         "see whether the decode engine that held it has ended; if none did, whether the router sent it to one with "
         "kv_transfer_params, and how long it waits there; raise kv_lease_duration, or, if it was renewed until its "
         "limit, lease_limit_seconds"

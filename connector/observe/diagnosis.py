@@ -20,7 +20,7 @@ import msgspec
 
 from connector import DISTRIBUTION
 from connector.addresses import is_all_interfaces, is_loopback, unbracketed
-from connector.observe.advice import LEASE_EXPIRED, NIXL_HANGS, NIXL_HANGS_ADVICE, NO_PARAMETERS, WHAT_TO_DO, told
+from connector.observe.advice import NIXL_HANGS, NIXL_HANGS_ADVICE, NO_PARAMETERS, WHAT_TO_DO, told
 from connector.observe.durations import duration
 from connector.observe.history import LeaseKey, LeasesGiven
 from connector.observe.live import Address, EngineReport, RankReport, Survey
@@ -37,7 +37,7 @@ from connector.wire.inspection import (
     quarantined_blocks,
 )
 from statemachine import peer
-from statemachine.failures import ConnectionRefused, PeerLeaving
+from statemachine.failures import ConnectionRefused, LeaseExpired, PeerLeaving
 
 Level = Literal["problem", "warning", "note"]
 
@@ -736,7 +736,7 @@ def _releases(found: Survey, looked_for: Collection[str]) -> Iterator[Finding]:
             )
         if unread:
             what = f"{len(unread)} lease(s) expired that none of {names} has read ({min(unread)})"
-            yield _about(engine, "expired leases", "warning", what, WHAT_TO_DO[LEASE_EXPIRED])
+            yield _about(engine, "expired leases", "warning", what, WHAT_TO_DO[LeaseExpired.__name__])
         if unknown:
             why = f"the records of {names} do not reach back so far" if readers else "no decode engine was asked"
             if silent := ", ".join(_name(each) for each in readers if not each.answers):

@@ -21,7 +21,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from connector.observe.advice import LEASE_EXPIRED, NIXL_HANGS, NO_PARAMETERS, NOT_READ, WHAT_TO_DO, told
+from connector.observe.advice import NIXL_HANGS, NO_PARAMETERS, NOT_READ, WHAT_TO_DO, told
 from connector.observe.durations import duration
 from connector.observe.history import (
     DONE,
@@ -49,7 +49,7 @@ from connector.wire.inspection import (
     quarantined_blocks,
 )
 from statemachine import hold, remote_engine
-from statemachine.failures import AddressNotResolved, LeaseOver, NotAllowed, PeerLeaving
+from statemachine.failures import AddressNotResolved, LeaseExpired, LeaseOver, NotAllowed, PeerLeaving
 from statemachine.trace import TransitionRecord
 
 R = TypeVar("R")
@@ -777,7 +777,7 @@ def _explain_lease(case: Case, live: Live) -> Explanation:
         waiting, follows = LEASE_WAITING[state]
         cause = f"{_capital(waiting)}, for {_seconds(since)}"
     elif state == "expired":
-        kind, outcome, advice = LEASE_EXPIRED, "failed", WHAT_TO_DO[LEASE_EXPIRED]
+        kind, outcome, advice = LeaseExpired.__name__, "failed", WHAT_TO_DO[LeaseExpired.__name__]
         who = f": {recorded.detail}" if recorded is not None and recorded.detail else ""
         cause = (
             f"{kind}: prefill engine {engine_id} kept its blocks until the lease ended, and they were not released{who}"

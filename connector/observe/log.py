@@ -289,19 +289,19 @@ class EventLog:
     def queued(self, subject: str, request_id: str) -> None:
         """A request has waited for a while before vLLM has allocated blocks for it."""
         what = "in vLLM's queue, for blocks to load its KV into"
-        self.write("queued", f"{subject} still waits: {what}; what to do: nixl-actor why {shorten(request_id)}")
+        self.write("queued", f"{subject} still waits: {what}{ADVICE_FOLLOWS}nixl-actor why {shorten(request_id)}")
 
     def finds_no_room(self, subject: str, tokens: int, quarantined: int, lent_back: int) -> None:
         """A request needs more blocks than are left beside those that nobody knows when they come back."""
         kept = f"{quarantined} blocks are in quarantine and {lent_back} are lent back"
         what = f"its {tokens} tokens do not fit into the KV cache while {kept}; others are served before it"
-        self.write("no room", f"{subject} waits: {what}; what to do: nixl-actor ps", logging.WARNING)
+        self.write("no room", f"{subject} waits: {what}{ADVICE_FOLLOWS}nixl-actor ps", logging.WARNING)
 
     def loads_nothing(self, subject: str) -> None:
         """A request whose load has failed finds no room: vLLM keeps for it what is free, and loads need that."""
         why = "its load has failed, and no room is left to compute its prompt"
         what = "until it has its blocks, no KV is loaded, and prompts are computed here"
-        self.write("loads", f"{subject}: {why}; {what}; what to do: nixl-actor ps", logging.WARNING)
+        self.write("loads", f"{subject}: {why}; {what}{ADVICE_FOLLOWS}nixl-actor ps", logging.WARNING)
 
     def loads_again(self) -> None:
         """All of these have their blocks, or have ended."""

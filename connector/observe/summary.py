@@ -19,6 +19,7 @@ from connector.observe.advice import WHAT_TO_DO
 from connector.observe.history import DONE, OPEN, History, Story, deciding_rank
 from connector.observe.traced import MACHINES
 from statemachine import lease, peer, request
+from statemachine.failures import LeaseExpired
 
 QUEUED = "(in vLLM's queue)"
 """Stands for a state before the first one: the engine knew the request, and had not scheduled it."""
@@ -317,15 +318,12 @@ def _failures_of(history: History) -> Iterable[_Failed]:
                 yield _failed(history, history.reason or history.state, -1)
         case lease.MACHINE.name:
             if history.state == lease.State.EXPIRED.value:
-                yield _failed(history, LEASE_EXPIRED, -1)
+                yield _failed(history, LeaseExpired.__name__, -1)
         case peer.MACHINE.name:
             for number, record in enumerate(history.records):
                 if record.reason is not None and record.event in _PEER_FAILURES:
                     yield _failed(history, record.reason, number)
 
-
-LEASE_EXPIRED = "LeaseExpired"
-"""P's side of a lease that nobody renewed or released in time."""
 
 _PEER_FAILURES = frozenset({peer.HandshakeFailed.__name__, peer.ConnectionSuspect.__name__})
 

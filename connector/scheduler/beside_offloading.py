@@ -16,6 +16,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from connector.observe.log import get_logger
+from statemachine.failures import ADVICE_FOLLOWS
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -61,6 +62,6 @@ def tell_offloading_of_reads() -> None:
 def _say_once() -> None:
     get_logger().warning(
         "OffloadingConnector of this vLLM cannot be told of blocks that KV is read into: a block that it still has to "
-        "copy to the host may be overwritten first, and be taken from there by other requests; what to do: take it out "
-        "of MultiConnector on engines that read KV"
+        "copy to the host may be overwritten first, and be taken from there by other "
+        f"requests{ADVICE_FOLLOWS}take it out of MultiConnector on engines that read KV"
     )

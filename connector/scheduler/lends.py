@@ -46,6 +46,7 @@ from connector.staging import is_staged
 from connector.wire.bounded import ID_LENGTH_MAX, shorten
 from connector.wire.control import is_request_id
 from connector.wire.params import ParamsError, ParamsKind, RemotePrefill, build_remote_prefill, classify
+from statemachine.failures import ADVICE_FOLLOWS
 from statemachine.lease import LeaseName
 
 if TYPE_CHECKING:
@@ -291,7 +292,7 @@ class Lends:
             if is_said(self._unnameable):
                 _log.warning(
                     "prefill %s is answered without kv_transfer_params, so that D computes the prompt: its id has more "
-                    "than %d characters or control characters; what to do: have clients send ids of printable ASCII "
+                    f"than %d characters or control characters{ADVICE_FOLLOWS}have clients send ids of printable ASCII "
                     "in X-Request-Id (number %d)",
                     shorten(request_id),
                     ID_LENGTH_MAX,

@@ -50,7 +50,7 @@ from connector.wire.params import (
     parse_remote_prefill,
     require_genuine,
 )
-from statemachine.failures import BadParams, ParamsFailure, WrongPrompt
+from statemachine.failures import ADVICE_FOLLOWS, BadParams, ParamsFailure, WrongPrompt
 from statemachine.lease import LeaseName
 
 if TYPE_CHECKING:
@@ -258,8 +258,8 @@ class Pulls:
         if is_said(self._numberless):
             _log.warning(
                 "prompt %s is computed whole, and the blocks of the answer that it goes on from are given back unread: "
-                "their kv_transfer_params have no lease_number; what to do: have the router forward all keys, and not "
-                "only those that it knows, as llm-d's sidecar does; where D has the built-in connector, leave "
+                f"their kv_transfer_params have no lease_number{ADVICE_FOLLOWS}have the router forward all keys, and "
+                "not only those that it knows, as llm-d's sidecar does; where D has the built-in connector, leave "
                 "bidirectional_kv_xfer off (number %d)",
                 request_id,
                 self._numberless,

@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 import trio
 
+from connector.clock import NS_PER_SECOND
 from connector.ports import doorman, side_channel, zmq_bridge
 from connector.ports.tcp import peer_address
 from connector.ports.zmq_bridge import ZmqListener, ZmqSideChannel
@@ -49,7 +50,7 @@ STRANGER = "127.0.0.2"
 NEIGHBOUR = "127.0.0.3"
 MB = 1 << 20
 SECONDS = 60
-MINUTE_OUTSIDE = partial(admission.AdmissionLimits, shut_out_ns=60 * admission.NS_PER_SECOND)
+MINUTE_OUTSIDE = partial(admission.AdmissionLimits, shut_out_ns=60 * NS_PER_SECOND)
 """Who is shut out stays so for as long as a test looks, however slow the machine is."""
 M_TRIM_THRESHOLD = -1
 """Of glibc's malloc.h."""
