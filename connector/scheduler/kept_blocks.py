@@ -94,8 +94,10 @@ class KeptBlocks:
 
     def _fits(self, request: Request, loaded: int, kept: Collection[int]) -> bool:
         assert self._manager is not None
-        usable: int = self._manager.block_pool.num_gpu_blocks - 1  # without the null block
-        return self._needed(self._manager, request, loaded, kept) + len(kept) <= usable
+        blocks: int = self._manager.block_pool.num_gpu_blocks
+        needed = self._needed(self._manager, request, loaded, kept)
+        # vLLM asks for more than there are where a request has to wait for a step, whatever is kept.
+        return needed > blocks or needed + len(kept) <= blocks - 1  # without the null block
 
     @staticmethod
     def _needed(manager: KVCacheManager, request: Request, loaded: int, kept: Collection[int]) -> int:

@@ -17,7 +17,7 @@ from connector.scheduler.connector_scheduler import QUARANTINE_ASKED_NS
 from connector.scheduler.kept_blocks import KeptBlocks
 from connector.step_metadata import WorkerReport
 from tests.rig.work import Counted
-from tests.unit.hybrid_engine import BLOCK_TOKENS, HybridEngine, full, tokens_of, window
+from tests.unit.hybrid_engine import BLOCK_TOKENS, HybridEngine, full, state, tokens_of, window
 from tests.unit.log_lines import listening
 
 BLOCKS = 34
@@ -109,6 +109,20 @@ def test_nor_does_one_that_is_to_be_computed_here_because_its_own_load_has_faile
         run(decode)
     assert "kept" in decode.finished
     assert [each for each in lines.texts if "KV is loaded again" in each]
+
+
+def test_one_that_has_to_wait_for_a_step_is_not_one_that_does_not_fit() -> None:
+    """vLLM asks for more blocks than there are where a state was cached in the same step, to have it wait."""
+    decode = HybridEngine([full(), state("align")], engine_id="d", caches_prefixes=True)
+    side = decode.scheduler.connector._scheduler  # type: ignore[union-attr]
+    side._keep_quarantined(report(quarantined=[[1]]))
+    tokens = tokens_of(4 * BLOCK_TOKENS + 1)
+    with listening() as lines:
+        decode.submit("first", tokens, None)
+        decode.submit("same", tokens, None)
+        run(decode)
+    assert decode.finished.keys() == {"first", "same"}
+    assert [each for each in lines.texts if "do not fit" in each] == []
 
 
 @pytest.mark.parametrize("params", [None, {"do_remote_prefill": True, "remote_block_ids": "none"}])
@@ -285,7 +299,7 @@ def test_what_it_finds_cached_is_there_already_only_where_that_is_kept(holder: s
 
 
 def test_windows_need_what_vllm_asks_of_them_and_fewer_where_their_kv_is_loaded() -> None:
-    decode, kept = engine(full(), window(2 * TOKENS), window(2 * TOKENS), blocks=30)
+    decode, kept = engine(full(), window(2 * TOKENS), window(2 * TOKENS), blocks=40)
     kept.quarantine(range(1, 10))
     request = asked(decode, 12 * TOKENS)
     assert not kept.leave_room(request, 0), "its windows count"
