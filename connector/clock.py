@@ -2,7 +2,8 @@
 
 State machines never read a clock. The code around them reads this one, so that the simulator can replace it. Times are
 integer nanoseconds that mean something on this machine only: no clock reading is ever compared with one of another
-machine. What crosses the network is a duration, or a reading that the other side sends back unchanged.
+machine. What crosses the network is a duration, or a reading that the other side sends back unchanged. (Built-in
+engines are told readings of another clock, because they want them: `wire.handshake`, `wire.params`.)
 
 The clock counts while the machine is suspended (`CLOCK_BOOTTIME`): a decode engine that slept must not go on reading
 under a lease that ran out in the meantime.

@@ -1,7 +1,7 @@
 """Admission: who may stay connected to a listener, and whose messages are looked at.
 
 Sans I/O, as the other cores are, and for a listener of any kind: connections are numbers, senders are addresses. The
-executor (`connector/ports/zmq_bridge.py`) tells of connections that open and close and of what they have received,
+executor (`connector/ports/doorman.py`) tells of connections that open and close and of what they have received,
 asks before it hands out a message, and ends the connections that it is told to end.
 
 A listener takes messages of all connections in turn, so one that sends much delays the others by one message each

@@ -478,10 +478,10 @@ class ConnectionCutOff(Failure, frozen=True, kw_only=True):
 
 
 class ConsumerUnknown(Failure, frozen=True, kw_only=True):
-    """A notification names a request that this engine does not lend, or comes from a sender that may not send it."""
+    """A release, by a message or a notification, names a request that this engine does not lend, or not any more."""
 
     sender: str
     request_id: str
 
     def __str__(self) -> str:
-        return f"notification from {self.sender} names {self.request_id}, which is not lent here; ignored"
+        return f"release from {self.sender} names {self.request_id}, which is not lent here, or not any more; ignored"

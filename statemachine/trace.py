@@ -19,10 +19,11 @@ class TransitionRecord(msgspec.Struct, frozen=True, gc=False):
     """One transition. Where many are made, by position: by name costs several times as much.
 
     Attributes:
-        seq: number of the record in its process, from 0, without gaps.
+        seq: number of the record in its process, from 0. A gap stands for records that the sample leaves out, or that
+            were not written.
         wall: Unix time in seconds; for people and for joining processes, never for arithmetic on durations.
         mono_ns: monotonic clock of the process, in nanoseconds.
-        engine_id, rank, role: who wrote it: the engine, which of its worker processes (only these step machines), and
+        engine_id, rank, role: who wrote it: the engine, which of its worker processes (only these write records), and
             the engine's `kv_role`: `kv_producer`, `kv_consumer` or `kv_both`.
         machine: `request`, `hold`, `peer` or `lease`. The other machines of the package are not recorded: what they
             lead to is said in the log.

@@ -75,7 +75,7 @@ WHAT_TO_DO: dict[str, str] = {
     "Corrupt": "take P's and D's machines out of service one by one: a network card, driver or memory corrupts data",
     "PackingFailed": "report it with the log of D; with enforce_handshake_compat true on D no P on GPUs is read from",
     "DeviceMemoryExhausted": "lower gpu_memory_utilization on D; see what else takes memory of the device",
-    "TransferError": "look at the NIXL error in the log; the connection is rebuilt by itself",
+    "TransferError": "look at the NIXL error in the log; a connection that is lost is rebuilt on the next request",
     "DeadlineExceeded": "see whether P hangs; raise request_timeout_seconds if transfers are only slow",
     "Quarantined": "see whether P hangs, or the network between P and D; restart P, or D if no more blocks are free",
     "QuarantineFull": (

@@ -4,9 +4,9 @@
 docs/operations/metrics.md are what `python -m connector.observe.catalogue` prints, and the dashboard and the alerts are
 tested against it.
 
-Labels are bounded: their values are states and machines of the tables, kinds of failures, and words from this file.
-Never an engine, a request or an address. Every series exists from the start, at 0: one that appears with its first
-event has no increase that an alert could see.
+Labels are bounded: their values are states and machines of the tables, kinds of failures, words from this file, and
+versions. Never an engine, a request or an address. Every series exists from the start, at 0 (`up` and `build_info` at
+1): one that appears with its first event has no increase that an alert could see.
 
 Ranks. Counters and histograms add up what all ranks of an engine have seen. Gauges of ranks show the largest value of
 all of them, so that they do not depend on the parallel size: a request that only one rank still reads is one request
@@ -62,7 +62,7 @@ class Metric:
         name: as it is registered; Prometheus shows a counter with `_total` behind it, and a histogram as `_bucket`,
             `_sum` and `_count`.
         documentation: its help text, and its row in the documentation.
-        side: which engines have something to show.
+        side: which engines have something to show. With `bidirectional_kv_xfer` each engine is both.
         labels: beside vLLM's own, `model_name` and `engine`.
         series: values of `labels`; all that can ever occur.
         buckets: upper bounds, of a histogram.
@@ -333,8 +333,6 @@ BUILD_INFO = Metric(
     series=(),
 )
 
-"""Where each rank has a value of its own; but `queued` is the scheduler's."""
-
 # --- histograms -----------------------------------------------------------------------------------------------------
 
 _SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -491,8 +489,9 @@ PREFILLS_NOT_LENT = Metric(
 STRAY_RELEASES = Metric(
     name=f"{PREFIX}stray_releases",
     kind="counter",
-    documentation="Releases by consumers of what this engine does not know or has withdrawn: it has restarted since, "
-    "or somebody talks to the wrong engine. Repeated releases are not counted at all.",
+    documentation="Releases by consumers of what this engine does not know, has withdrawn, or cannot tell apart (an id "
+    "of two leases, without a number): it has restarted since, or somebody talks to the wrong engine. Each repetition "
+    "counts. A further release of a lease that its readers have released does not.",
     side="P",
     sources=(STRAY_NOTIFICATIONS,),
 )

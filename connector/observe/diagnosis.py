@@ -654,7 +654,7 @@ def _blocks(engines: Sequence[EngineReport]) -> Iterator[Finding]:
         if rows:
             blocks, total = quarantined_blocks(rows), next((f.blocks for f in _facts(engine)), 0)
             peers = ", ".join(sorted({row.peer for row in rows}))
-            what = f"{blocks} of {total} KV blocks are quarantined: READs from {peers} never ended"
+            what = f"{blocks} of {total} KV blocks are quarantined: READs from {peers} have not ended"
             yield _about(engine, "quarantine", "problem", what, WHAT_TO_DO["Quarantined"])
 
 

@@ -518,8 +518,8 @@ def _why_queued(said: Said[RequestRow], live: Live, cause: str) -> _Queued:
     of = f" of {facts.blocks}" if facts is not None and facts.blocks else ""
     peers = live.quarantined_from(said.engine_id)
     cause = (
-        f"Quarantined: {kept}{of} KV blocks of this engine are kept out of the pool, because READs from {peers} never "
-        f"ended; vLLM has not scheduled it for {_seconds(row.since_seconds)}"
+        f"Quarantined: {kept}{of} KV blocks of this engine are kept out of the pool, because READs from {peers} have "
+        f"not ended; vLLM has not scheduled it for {_seconds(row.since_seconds)}"
     )
     return _Queued(cause=cause, kind="Quarantined", advice=WHAT_TO_DO["Quarantined"], next=follows)
 

@@ -1,4 +1,4 @@
-"""The listener: answers handshakes in the scheduler process of a prefill engine.
+"""The listener: answers handshakes in the scheduler process of an engine, whatever its role.
 
 One task, one socket. A request is decoded by `wire.handshake` within bounds; one that is malformed, or names a rank
 that does not exist, costs its sender an error reply and nothing else. A bug costs the request that it occurs with: it

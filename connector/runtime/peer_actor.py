@@ -8,8 +8,10 @@ the engine and the READ that it leads to lies no other turn, for each may be a w
 engine keeps that busy (docs/performance.md). Each message is an event of the core; the effects that come back are
 carried out in order. What is told while the actor is at work waits in its inbox until it is done. What takes time
 (handshakes, links, notifications, tearing down) runs in child tasks (`connector/runtime/connections.py`), which end by
-telling an event. The actor's own task sleeps until the core's next deadline. There is no rule in here: what follows
-from what is in `statemachine/remote_engine.py`.
+telling an event. The actor's own task sleeps until the core's next deadline. What follows from what is in
+`statemachine/remote_engine.py`. In here is one rule, that of the option `verify`, for which the core would have to know
+checksums: blocks are resolved when P has said those of the lease (`_resolve_blocks`), and a READ counts as ended well
+when those of its bytes are equal (`_compare`).
 
 A mistake that raises while an effect is carried out costs that effect; the others are still carried out. Then the
 actor crashes, in its own task, and not whoever told it something: the supervisor lets it `recover`, which tells the

@@ -7,8 +7,8 @@ That is one prompt in as many as a block has tokens.
 
 The block is the request's own while the step is scheduled that computes the last token. In that step a reference of our
 own is taken on it, as for blocks in quarantine: whatever vLLM does with the request, nobody else gets the block. It is
-let go when the lease ends; before that, when the request ends without being lent, or loses its blocks (a preemption)
-and comes to its last token once more. A step that writes the block may be under way then: vLLM counts the window from
+let go when the lease ends; before that, when the request ends without being lent, loses its blocks (a preemption), or
+comes to its last token once more. A step that writes the block may be under way then: vLLM counts the window from
 what has been processed, so until that the block is one of the request's own, which vLLM keeps for as long.
 """
 

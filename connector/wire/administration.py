@@ -7,7 +7,7 @@
 The first is asked of the engine as a whole, on its side channel: one frame, and two in return as for every question
 there, the second of which (the listener's clock) is not looked at. It may be repeated: draining begins once, and each
 answer says how far it has come. The second is what the scheduler process then tells each of its workers on their
-control sockets (`connector/scheduler/draining.py`). The third goes to the control socket of each rank of a decode
+control sockets (`connector/runtime/draining.py`). The third goes to the control socket of each rank of a decode
 engine, and may be repeated as well. One msgpack map in one frame each. Only an engine whose handshake says
 `administration` (`connector.wire.handshake.ActorExtension`) is sent any of these.
 

@@ -2,9 +2,10 @@
 
 After `register_kv_caches` the engine thread makes no NIXL and no ZMQ call. `start_load_kv` appends this step's commands
 to a deque and wakes the actors once; `get_transfer_results` empties the deque of outcomes. Neither waits for another
-thread. They wait for the device in three cases: for copies between it and the host where KV is staged there
-(`host_staging`), for checksums with the option `verify` (`block_sums`), and on ROCm before states are reported
-(`finishing`). On CPUs, what follows a READ (permuting, packing, zeroing) is computed in them.
+thread. The engine thread waits for the device in four cases: for copies between it and the host where KV is staged
+there (`host_staging`), for checksums with the option `verify` (`block_sums`), on ROCm before states are reported
+(`finishing`), and where a step may still write blocks that are lent with it (`step_fence`). On CPUs, what follows a
+READ (permuting, packing, zeroing) is computed in `get_transfer_results`.
 
 What is open is in the ledger; when the thread of the actors dies, it ends everything on their behalf (`ledger`).
 """

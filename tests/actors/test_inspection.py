@@ -210,7 +210,7 @@ def test_a_quarantine_is_shown_until_it_is_lifted(monkeypatch: pytest.MonkeyPatc
 
 
 def test_why_a_request_waits_behind_a_quarantine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One whose blocks cannot be had, because READs never ended: what `why` says of it, and of the one that failed."""
+    """One whose blocks cannot be had, because READs do not end: what `why` says of it, and of the one that failed."""
 
     async def test() -> None:
         async with engine("p", serves=True) as p, engine("d", serves=True, options=OPTIONS) as d:
@@ -223,7 +223,7 @@ def test_why_a_request_waits_behind_a_quarantine(monkeypatch: pytest.MonkeyPatch
             records, live = live_of((await asked(d)).rows())
             (waits,) = (explain(case, live) for case in find("waits", records, live))
             assert waits.cause.startswith("Quarantined: 3")
-            assert "because READs from p never ended" in waits.cause
+            assert "because READs from p have not ended" in waits.cause
             (stuck,) = (explain(case, live) for case in find("stuck", records, live))
             assert stuck.cause.startswith("Quarantined: READs from prefill engine p never ended")
             late.let_go()

@@ -2,8 +2,8 @@
 
 vLLM's CPU build lacks something to run this model by itself, see `interpreted_triton`; with that it is so slow that
 there are few and short prompts. Its kernels for weights of 8 bits are in the build for AVX-512 only, so a machine
-without shows nothing here; what is transferred is shown by bytes in `tests/integration/test_layout_over_nixl.py`. The
-model computes in bfloat16 and keeps latents in 8 bits: one request at a time leaves no other order of summation that
+without shows nothing here; what is transferred is shown by bytes in `tests/unit/test_layout_remote.py`. The model
+computes in bfloat16 and keeps latents in 8 bits: one request at a time leaves no other order of summation that
 could flip a near tie.
 """
 

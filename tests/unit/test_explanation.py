@@ -245,7 +245,7 @@ def test_a_queued_one_whose_blocks_are_quarantined_says_so() -> None:
     live = Live(engines=(engine_row("D", blocks=40),), requests=(row("queued"),), quarantines=(Said("D", 0, kept),))
     answer = the_answer([], live)
     assert answer.cause.startswith("Quarantined: 38 of 40 KV blocks")
-    assert "P never ended" in answer.cause
+    assert "P have not ended" in answer.cause
     assert answer.advice == WHAT_TO_DO["Quarantined"]
 
 

@@ -278,7 +278,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         panel(
             "Leases (P)",
             [
-                (rate("vllm:nixl_num_kv_expired_reqs_total"), "expired unread"),
+                (rate("vllm:nixl_num_kv_expired_reqs_total"), "expired"),
                 (rate("vllm:nixl_num_notifications_after_expiry_total"), "read after they had expired"),
                 (rate("vllm:nixl_actor_stray_releases_total"), "releases of what was not lent"),
             ],
