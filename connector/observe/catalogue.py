@@ -248,7 +248,7 @@ OLDEST_REQUEST_SECONDS = Metric(
     name=f"{PREFIX}oldest_request_seconds",
     kind="gauge",
     documentation="For how long the request that loads longest has loaded, in seconds, in steps of ten; 0 where none "
-    "has for so long. Each ends within request_timeout_seconds and quiesce_timeout_seconds.",
+    "has for so long. Each ends within request_timeout_seconds and quiesce_timeout_seconds, unless the actors hang.",
     side="D",
 )
 OLDEST_LEASE_SECONDS = Metric(
