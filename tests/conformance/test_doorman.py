@@ -686,6 +686,31 @@ def test_messages_that_wait_are_not_without_end(monkeypatch: pytest.MonkeyPatch)
     run(test)
 
 
+def test_several_messages_of_one_engine_that_wait_are_not_one_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a pause of the loop there may be some of one connection, which are larger than what one may be."""
+
+    def little(**limits: Any) -> admission.AdmissionLimits:
+        return admission.AdmissionLimits(**limits | {"unfinished_bytes_max": 100 << 10})
+
+    monkeypatch.setattr(zmq_bridge, "AdmissionLimits", little)
+
+    async def test() -> None:
+        async with door() as listening:
+            link = await listening.channel.open_link(HOST, listening.listener.port)
+            link.send([b"hello"])
+            await link.receive()
+            for turn in range(4):
+                await trio.sleep(0.3)  # it is measured while nothing waits
+                for _ in range(2):
+                    link.send([bytes(60 << 10)])
+                time.sleep(0.3)  # libzmq's thread goes on
+                while listening.served < 1 + 2 * (turn + 1):
+                    await trio.sleep(0.01)
+            assert listening.cut_off == []
+
+    run(test)
+
+
 class StandsStill:
     """The doorman's look for connections over which something comes, in which the process stands still once."""
 

@@ -154,7 +154,7 @@ ACTORS = (
                 "pass",
             ),
         ),
-        place=level2("recovery", *RESETS),
+        place=level2("handed back", *RESETS),
     ),
     Mutant(
         name="block ids trusted",

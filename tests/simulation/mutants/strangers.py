@@ -279,7 +279,7 @@ MUTANTS = (
         rule="a message has to end",
         broken="after a pause of the loop engines are ended whose messages nobody has taken yet",
         changes=(Edit(Doorman.look, "if self._taken > TURNS * len(self._connections):", "if True:"),),
-        place=ByTest(f"{DOOR}::test_messages_that_wait_are_not_without_end"),
+        place=ByTest(f"{DOOR}::test_several_messages_of_one_engine_that_wait_are_not_one_without_end"),
     ),
     Mutant(
         name="engines whose messages wait share a bound",

@@ -132,7 +132,7 @@ PACKING = (
                 lambda patch: patch.edit(
                     importlib.import_module("connector.worker.ledger").TransferLedger.take_results,
                     "continue  # it is counted when it is told",
-                    "self._count(self._stats.add, outcome); continue",
+                    "self._count(self._stats.count_loaded, 1); continue",
                 )
             ),
         ),
