@@ -17,7 +17,10 @@ import msgspec
 import pytest
 
 from connector.protocol import LeaseGranted, QuarantineLifted, ReceiveEnded, StartPull
+from connector.scheduler import lends
 from connector.scheduler.connector_scheduler import ConnectorScheduler
+from connector.scheduler.lends import Lends
+from connector.scheduler.pulls import Pulls
 from connector.step_metadata import WorkerReport
 from connector.wire.signatures import ParamsKeys
 from connector.worker.finishing import Finishing, Loaded
@@ -248,16 +251,16 @@ def ignore_the_prefix_hit_when_counting(patch: pytest.MonkeyPatch) -> None:
 
 
 def ignore_the_prefix_hit_when_pairing(patch: pytest.MonkeyPatch) -> None:
-    load = ConnectorScheduler._load
+    load = Pulls.load
 
-    def paired_from_the_start(self: ConnectorScheduler, *arguments: Any) -> Any:
+    def paired_from_the_start(self: Pulls, *arguments: Any) -> Any:
         command = load(self, *arguments)
         if isinstance(command, StartPull):
             groups = tuple(msgspec.structs.replace(group, local_first=0) for group in command.groups)
             return msgspec.structs.replace(command, groups=groups)
         return command
 
-    patch.setattr(ConnectorScheduler, "_load", paired_from_the_start)
+    patch.setattr(Pulls, "load", paired_from_the_start)
 
 
 def believe_forged_parameters(patch: pytest.MonkeyPatch) -> None:
@@ -265,7 +268,7 @@ def believe_forged_parameters(patch: pytest.MonkeyPatch) -> None:
 
 
 def load_for_whatever_prompt(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ConnectorScheduler, "_check_prompt", lambda *_: None)
+    patch.setattr(Pulls, "_check_prompt", lambda *_: None)
 
 
 def keep_no_blocks(patch: pytest.MonkeyPatch) -> None:
@@ -276,19 +279,21 @@ def keep_no_blocks(patch: pytest.MonkeyPatch) -> None:
 
 
 def lend_back_what_a_step_more_writes_into(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ConnectorScheduler, "_can_lend_back", lambda self, vllm_config: True)
-    patch.setattr(ConnectorScheduler, "_is_settled", lambda self, request: True)
+    patch.setattr(lends, "_can_lend_back", lambda vllm_config, groups: True)
+    patch.setattr(Lends, "_is_settled", lambda self, request: True)
 
 
 def never_tell_of_a_grant(patch: pytest.MonkeyPatch) -> None:
-    grant = ConnectorScheduler._grant
+    grant = Lends._grant
 
-    def in_silence(self: ConnectorScheduler, *arguments: Any) -> dict[str, Any]:
+    def in_silence(self: Lends, *arguments: Any) -> dict[str, Any]:
+        tell = self._tell
+        patch.setattr(self, "_tell", lambda command: isinstance(command, LeaseGranted) or tell(command))
         params = grant(self, *arguments)
-        self._commands = [command for command in self._commands if not isinstance(command, LeaseGranted)]
+        patch.setattr(self, "_tell", tell)
         return params
 
-    patch.setattr(ConnectorScheduler, "_grant", in_silence)
+    patch.setattr(Lends, "_grant", in_silence)
 
 
 def call_every_load_a_success(patch: pytest.MonkeyPatch) -> None:
