@@ -7,7 +7,8 @@ import ipaddress
 
 def join_address(host: str, port: int | str) -> str:
     """As everybody writes it, and `wire.bounded.split_address` reads it: an IPv6 address in brackets."""
-    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+    bare = unbracketed(host)
+    return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
 
 
 def unbracketed(host: str) -> str:

@@ -16,6 +16,7 @@ from contextlib import closing
 
 import trio
 
+from connector.addresses import join_address
 from connector.observe.live import Address, engines_behind
 from connector.ports.gate import ANYBODY, Access
 from connector.ports.side_channel import ConnectionRefused, NameNotResolved, SideChannel, SideChannelError
@@ -177,7 +178,7 @@ async def _meet_on(
         actor = decode_advertisement(frames_untrusted).actor
         if actor is None:
             raise AdministrationError(f"the engine at {address} said nothing of its rank {rank}")
-        where = f"{actor.control_host}:{actor.control_port}"
+        where = join_address(actor.control_host, actor.control_port)
         with trio.fail_after(seconds):  # its name server may hang
             link = await side_channel.open_link(actor.control_host, actor.control_port, actor.control_key)
         with closing(link):

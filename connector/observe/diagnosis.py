@@ -129,13 +129,7 @@ def _unanswered(found: Survey) -> Iterator[Finding]:
                 advice=WHAT_TO_DO.get(kind, ""),
             )
         if engine.refusal is not None and not any(row.stopped for row in engine.of(EngineRow)):
-            yield Finding(
-                level="problem",
-                check="answers",
-                engines=(_name(engine),),
-                what=f"{_name(engine)} serves no KV any more: {engine.refusal}",
-                advice=WHAT_TO_DO["ConnectorStopped"],
-            )
+            yield _serves_no_more(engine, _name(engine), engine.refusal)
         for rank in engine.ranks:
             if rank.problem is not None:
                 is_builtin = rank.advertisement is not None and rank.advertisement.actor is None
@@ -148,13 +142,7 @@ def _unanswered(found: Survey) -> Iterator[Finding]:
                 )
         for row in engine.of(EngineRow):
             if row.stopped is not None:
-                yield Finding(
-                    level="problem",
-                    check="answers",
-                    engines=(_name(engine),),
-                    what=f"{_name(engine)} rank {row.rank} serves no KV any more: {row.stopped}",
-                    advice=WHAT_TO_DO["ConnectorStopped"],
-                )
+                yield _serves_no_more(engine, f"{_name(engine)} rank {row.rank}", row.stopped)
             if row.nixl_lag_seconds:
                 yield Finding(
                     level="problem",
@@ -163,6 +151,12 @@ def _unanswered(found: Survey) -> Iterator[Finding]:
                     what=f"{_name(engine)} rank {row.rank}: {NIXL_HANGS % row.nixl_lag_seconds}",
                     advice=NIXL_HANGS_ADVICE,
                 )
+
+
+def _serves_no_more(engine: EngineReport, who: str, why: str) -> Finding:
+    """`who`: all of the engine, or a rank of it."""
+    what, advice = f"{who} serves no KV any more: {why}", WHAT_TO_DO["ConnectorStopped"]
+    return Finding(level="problem", check="answers", engines=(_name(engine),), what=what, advice=advice)
 
 
 def _has_left(engine: EngineReport, found: Survey) -> Finding | None:

@@ -538,7 +538,7 @@ class Surveyor:
         ahead = round_trip = None
         problem = None
         link: Link | None = None
-        where = f"its control socket at {actor.control_host}:{actor.control_port}"
+        where = f"its control socket at {join_address(actor.control_host, actor.control_port)}"
         try:
             with trio.fail_at(deadline):
                 link = await self._side_channel.open_link(actor.control_host, actor.control_port, actor.control_key)

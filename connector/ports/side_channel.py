@@ -49,6 +49,8 @@ from typing import ClassVar, Protocol, TypeAlias
 
 import msgspec
 
+from connector.addresses import join_address
+
 ReplyAddress: TypeAlias = bytes
 
 FRAMES_TOO_MANY_MAX = 4096
@@ -95,7 +97,7 @@ class SideChannelError(Exception):
     """What is meant to listen there, in words."""
 
     def __init__(self, host: str, port: int, error: str) -> None:
-        super().__init__(f"{self.listener} {host}:{port}: {error}")
+        super().__init__(f"{self.listener} {join_address(host, port)}: {error}")
         self.host = host
         self.port = port
         self.error = error

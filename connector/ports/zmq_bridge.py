@@ -65,7 +65,7 @@ import trio
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from connector.addresses import is_ip_address, unbracketed
+from connector.addresses import is_ip_address, join_address
 from connector.observe.log import log_crash
 from connector.ports.doorman import Doorman, connections_max
 from connector.ports.gate import ANYBODY, NOT_ALLOWED, Access, Gate
@@ -1099,5 +1099,4 @@ def _check_address(host: str, port: int, *, port_min: int) -> None:
 
 def _endpoint(host: str, port: int) -> str:
     """The ZMQ endpoint; IPv6 addresses in brackets."""
-    bare = unbracketed(host)
-    return f"tcp://[{bare}]:{port}" if ":" in bare else f"tcp://{bare}:{port}"
+    return f"tcp://{join_address(host, port)}"

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import trio
 
+from connector.addresses import join_address
 from connector.clock import NS_PER_SECOND, Clock
 from connector.ports.side_channel import SideChannel, SideChannelError
 from connector.wire.administration import DrainReport, Leave, decode_leave_taken
@@ -135,7 +136,9 @@ class EngineDraining:
                 decode_leave_taken(await link.receive())
         except (trio.TooSlowError, SideChannelError, DecodeFailed) as error:
             detail = str(error) or f"no answer within {TELL_SECONDS:g} s"
-            self._say(f"worker {number} at {host}:{port} could not be told that the engine drains: {detail}")
+            self._say(
+                f"worker {number} at {join_address(host, port)} could not be told that the engine drains: {detail}"
+            )
         self._step(machine.WorkerSettled(worker=number))
 
     def _step(self, event: Event) -> None:

@@ -28,7 +28,7 @@ from typing import TypeVar
 import msgspec
 import trio
 
-from connector.addresses import is_ip_address
+from connector.addresses import is_ip_address, join_address
 from connector.layout.geometry import LayoutMismatch, RankId, RankLayout
 from connector.layout.plan import EnginePlan, ReadPlan, plan_in_steps
 from connector.layout.plan_cache import geometry_in_steps
@@ -431,7 +431,7 @@ async def _open_link(context: ActorContext, peer: PeerAddress, facts: ActorExten
         if isinstance(error, trio.TooSlowError | SideChannelError | DecodeFailed):
             said = error.error if isinstance(error, SideChannelError) else str(error)
             reason = said or f"nothing came within {timeout_seconds:g} s"
-            detail = f"its control socket at {host}:{port} did not answer: {reason}"
+            detail = f"its control socket at {join_address(host, port)} did not answer: {reason}"
             raise HandshakeError(ControlLinkLost(peer=peer.engine_id, address=str(peer), detail=detail)) from error
         raise
     return link
@@ -487,7 +487,7 @@ def _incompatible(peer: PeerAddress, mismatch: LayoutMismatch) -> HandshakeError
 def _not_allowed(peer: PeerAddress, error: NotAllowed) -> HandshakeError:
     detail = error.error
     if (error.host, error.port) != (peer.host, peer.port):
-        detail = f"its control socket at {error.host}:{error.port}: {detail}"
+        detail = f"its control socket at {join_address(error.host, error.port)}: {detail}"
     return HandshakeError(failures.NotAllowed(peer=peer.engine_id, address=str(peer), detail=detail))
 
 

@@ -127,5 +127,7 @@ class LoadOrder:
             self._without_room.add(request_id)
             kept = self._kept
             self._event_log.finds_no_room(subject, request.num_tokens, kept.quarantined, kept.lent_back)
-        if self._kept.would_leave_room(request, loaded):
+        # Asked of each such request in each step: only what the first question has not answered.
+        is_known = request_id in self._behind_lent_back or not self._kept.lent_back
+        if not is_known and self._kept.would_leave_room(request, loaded):
             self._behind_lent_back.add(request_id)

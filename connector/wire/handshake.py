@@ -198,16 +198,15 @@ def encode_payload(compatibility_hash: str, agent_metadata: bytes, extension: Ac
     )
 
 
-def encode_error(detail: str) -> bytes:
+def encode_error(detail: str, extension: ActorExtension | None = None) -> bytes:
     """The payload that says why there is no other."""
-    return _encoder.encode(_Payload(error=shorten(detail, ERROR_LENGTH_MAX)))
+    return _encoder.encode(_Payload(error=shorten(detail, ERROR_LENGTH_MAX), actor=extension))
 
 
 def encode_refusal(payload: bytes, detail: str) -> bytes:
     """In place of the payload of one rank that is read no more: why, and what a tool needs to ask its worker. Without
     the metadata, or a built-in engine, which does not know `error`, would go on."""
-    extension = _payload_decoder.decode(payload).actor
-    return _encoder.encode(_Payload(error=shorten(detail, ERROR_LENGTH_MAX), actor=extension))
+    return encode_error(detail, _payload_decoder.decode(payload).actor)
 
 
 def encode_reply(payload: bytes, clock_seconds: float) -> tuple[bytes, bytes]:

@@ -86,8 +86,7 @@ class Door:
 
     async def only_descriptor(self) -> int:
         """Of the one connection that there is, when it is known."""
-        while not self.listener._doorman._by_descriptor:
-            await trio.sleep(0.01)
+        await self.until_known(1)
         (descriptor,) = self.listener._doorman._by_descriptor
         return descriptor
 

@@ -19,17 +19,7 @@ from statemachine.lease import LeaseName
 from statemachine.lending import Lending, LendingLimits
 from statemachine.remote_engine import EngineLimits, RemoteEngine
 
-ENGINE_LIMITS = EngineLimits(
-    lease_ns=1,
-    margin_ns=1,
-    request_ns=1,
-    quiesce_ns=1,
-    grace_ns=1,
-    backoff_first_ns=1,
-    backoff_max_ns=1,
-    incompatible_ns=1,
-    retries=1,
-)
+ENGINE_LIMITS = EngineLimits(**dict.fromkeys(EngineLimits.__struct_fields__, 1))
 LENDING_LIMITS = LendingLimits(**dict.fromkeys(LendingLimits.__struct_fields__, 1))
 
 EVERY_CORE = {
