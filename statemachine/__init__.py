@@ -18,6 +18,7 @@ Imports neither trio, zmq, torch, nixl nor vllm (tests/unit/test_imports.py enfo
     admission      core of whoever listens: what strangers may cost
 
     quarantine     when blocks in quarantine are too many to go on reading
+    outcome        what an event of a core has led to: effects, and steps for its observer
     deadlines      the timers of a core
     remembered     keys that are remembered, the newest ones
     failures       why something has failed: types

@@ -24,7 +24,7 @@ and one that is met later when it first asks.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import TypeAlias
 
 import msgspec
@@ -33,7 +33,8 @@ from statemachine import lease as machine
 from statemachine.deadlines import Deadlines
 from statemachine.kernel import Effect, Effects, Event
 from statemachine.lease import NOTIFIERS, Lease, LeaseName
-from statemachine.trace import Noted, Observer, StepSeen
+from statemachine.outcome import Outcome
+from statemachine.trace import Observer
 
 ENDED_MAX = 1 << 16
 """Leases remembered after their end."""
@@ -229,10 +230,6 @@ class Lending:
 
     def __init__(self, limits: LendingLimits, observe: Observer | None = None) -> None:
         self._limits = limits
-        self._note: Callable[[Noted], object] | None = None
-        self._whose: object = None
-        if observe is not None:
-            self._note, self._whose = observe
         # The leases that are not over. `_ended` never has a key of it: a lease that is over does not come back.
         self._leases: dict[LeaseName, Lease] = {}
         # Why the others are over, oldest first, at most ENDED_MAX. In a plain dict the way to the oldest leads past all
@@ -250,9 +247,7 @@ class Lending:
         self._hearers: OrderedDict[ReplyAddress, None] = OrderedDict()
         # When the grace period is over, since Leave.
         self._leaves_ns: int | None = None
-        self._effects: list[Effect] = []
-        # Steps that the observer has not been told of.
-        self._unseen: list[StepSeen] = []
+        self._outcome = Outcome(observe)
 
     @property
     def open_leases(self) -> int:
@@ -270,7 +265,7 @@ class Lending:
         """End what is due. One at a time: if one raises, the others stay due."""
         while (due := self._timers.take_due(now_ns)) is not None:
             self._step(due, machine.DeadlinePassed(now_ns=now_ns))
-        return self._take_effects(now_ns)
+        return self._outcome.take(now_ns)
 
     def handle(self, event: Event, now_ns: int) -> list[Effect]:
         """Take one event in; returns what to do, in order."""
@@ -303,10 +298,10 @@ class Lending:
             case Leave(reply_to=reply_to, grace_ns=grace_ns):
                 self._leave(now_ns, grace_ns)
                 if reply_to is not None:
-                    self._effects.append(AnswerLeave(reply_to=reply_to, leases=len(self._leases)))
+                    self._outcome.effects.append(AnswerLeave(reply_to=reply_to, leases=len(self._leases)))
             case _:
                 raise TypeError(f"{type(event).__name__} is not an event of this core")
-        return self._take_effects(now_ns)
+        return self._outcome.take(now_ns)
 
     # --- peers ------------------------------------------------------------------------------------------------------
 
@@ -333,7 +328,7 @@ class Lending:
                 # clock need not have moved since it asked, and a READ of this very moment would count as proven.
                 self._step(known, machine.DeadlinePassed(now_ns=now_ns))
                 gone.append((name, EXPIRED))
-        self._effects.append(
+        self._outcome.effects.append(
             AnswerHold(reply_to=asked.reply_to, sent_ns=asked.sent_ns, held=tuple(held), gone=tuple(gone))
         )
         if asked.hears_leaving:
@@ -345,7 +340,7 @@ class Lending:
         if self._leaves_ns is not None:
             return
         self._leaves_ns = now_ns + grace_ns
-        self._effects += [TellLeaving(reply_to=hearer, grace_ns=grace_ns) for hearer in self._hearers]
+        self._outcome.effects += [TellLeaving(reply_to=hearer, grace_ns=grace_ns) for hearer in self._hearers]
 
     def _note_hearer(self, reply_to: ReplyAddress, now_ns: int) -> None:
         is_new = reply_to not in self._hearers
@@ -354,7 +349,7 @@ class Lending:
         if len(self._hearers) > HEARERS_MAX:
             self._hearers.popitem(last=False)
         if is_new and self._leaves_ns is not None:
-            self._effects.append(TellLeaving(reply_to=reply_to, grace_ns=max(0, self._leaves_ns - now_ns)))
+            self._outcome.effects.append(TellLeaving(reply_to=reply_to, grace_ns=max(0, self._leaves_ns - now_ns)))
 
     def _bounded(self, deadline_ns: int) -> int:
         """What may be promised of that."""
@@ -369,7 +364,7 @@ class Lending:
                 self._step(known, machine.ReaderDone(engine_id=asked.engine_id, rank=asked.rank, ranks=asked.ranks))
             else:
                 self._note_late(self._meant(name), why, name.request_id, asked.engine_id, asked.engine_id, asked.rank)
-        self._effects.append(AnswerRelease(reply_to=asked.reply_to, leases=asked.leases))
+        self._outcome.effects.append(AnswerRelease(reply_to=asked.reply_to, leases=asked.leases))
 
     def _count_notification(self, notified: ReleaseNotified) -> None:
         name = self._newest.get(notified.request_id)
@@ -393,7 +388,7 @@ class Lending:
                 return
             if len(before) < LATE_READERS_MAX:
                 self._readers_of_expired[name] = before | {(engine_id, rank)}
-        self._effects.append(NoteLateRelease(sender=sender, request_id=request_id, was_expired=why == EXPIRED))
+        self._outcome.effects.append(NoteLateRelease(sender=sender, request_id=request_id, was_expired=why == EXPIRED))
 
     def _renew(self, notified: HeartbeatNotified, now_ns: int) -> None:
         release = notified.or_release
@@ -449,15 +444,15 @@ class Lending:
         self._newest[name.request_id] = name
         fresh = Lease(name=name, age_ns=age_ns)
         self._leases[name] = fresh
-        self._unseen.append(("lease", name, None, None, fresh))
+        self._outcome.steps.append(("lease", name, None, None, fresh))
         if len(self._leases) == 1:
-            self._effects.append(WatchNotifications(is_expected=True))
+            self._outcome.effects.append(WatchNotifications(is_expected=True))
 
     def _step(self, name: LeaseName, event: Event) -> None:
         before = self._leases[name]
         after, effects = machine.MACHINE.step(before, event)
         self._leases[name] = after
-        self._unseen.append(("lease", name, before, event, after))
+        self._outcome.steps.append(("lease", name, before, event, after))
         self._execute(name, effects)
         if machine.MACHINE.is_terminal(after):
             self._forget(name, _WHY[after.state])
@@ -470,7 +465,7 @@ class Lending:
                 case machine.StartLeaseTimer(deadline_ns=deadline_ns):
                     self._timers.set(name, deadline_ns)
                 case machine.FreeBlocks(expired=expired):
-                    self._effects.append(FreeBlocks(lease=name, expired=expired))
+                    self._outcome.effects.append(FreeBlocks(lease=name, expired=expired))
 
     def _forget(self, name: LeaseName, why: str) -> None:
         del self._leases[name]
@@ -483,22 +478,12 @@ class Lending:
                 del self._newest[oldest.request_id]
                 self._reused.discard(oldest.request_id)
         if not self._leases:
-            self._effects.append(WatchNotifications(is_expected=False))
-
-    def _take_effects(self, now_ns: int) -> list[Effect]:
-        # After everything that is to be done: an observer that raises costs records, and the effects come next time.
-        if self._unseen:
-            steps, self._unseen = self._unseen, []
-            if self._note is not None:
-                self._note((self._whose, now_ns, steps))
-        effects, self._effects = self._effects, []
-        return effects
+            self._outcome.effects.append(WatchNotifications(is_expected=False))
 
     # --- for the explorer -------------------------------------------------------------------------------------------
 
     def copy(self) -> Lending:
-        other = type(self)(self._limits)
-        other._note, other._whose = self._note, self._whose
+        other = type(self)(self._limits, self._outcome.observe)
         other._leases = dict(self._leases)
         other._ended = self._ended.copy()
         other._readers_of_expired = dict(self._readers_of_expired)

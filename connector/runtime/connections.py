@@ -1,7 +1,7 @@
 """The connections of one peer actor: opened, listened to, spoken over and taken back.
 
 What takes time is a child task of the actor's nursery, which ends by putting an event for the core into the actor's
-inbox. When a connection is opened and when it is taken back is the core's matter (`statemachine/remote_engine.py`);
+inbox. When a connection is opened and when it is taken back is the core's matter (`statemachine/remote_engine/`);
 how a handshake goes is that of `connector/runtime/handshake.py`.
 """
 

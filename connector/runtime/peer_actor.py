@@ -9,7 +9,7 @@ engine keeps that busy (docs/performance.md). Each message is an event of the co
 carried out in order. What is told while the actor is at work waits in its inbox until it is done. What takes time
 (handshakes, links, notifications, tearing down) runs in child tasks (`connector/runtime/connections.py`), which end by
 telling an event. The actor's own task sleeps until the core's next deadline. What follows from what is in
-`statemachine/remote_engine.py`. In here is one rule, that of the option `verify`, for which the core would have to know
+`statemachine/remote_engine/`. In here is one rule, that of the option `verify`, for which the core would have to know
 checksums: blocks are resolved when P has said those of the lease (`_resolve_blocks`), and a READ counts as ended well
 when those of its bytes are equal (`_compare`).
 

@@ -18,7 +18,9 @@ from statemachine.deadlines import Deadlines
 from statemachine.failures import AbortedByClient
 from statemachine.kernel import NO_EFFECTS, Effect, Effects, Event, Handler, Machine, Pair, to
 from statemachine.lending import Lending
-from statemachine.remote_engine import RemoteEngine
+from statemachine.remote_engine import RemoteEngine, claims, messages
+from statemachine.remote_engine.claims import Claims
+from statemachine.remote_engine.connections import Connections
 from statemachine.request import State
 from tests.explore import PRODUCTS, Cores, Explored, Product, Violation, explore
 from tests.explore.product import SLOW_NS, TICK_NS
@@ -98,7 +100,7 @@ def test_the_search_sends_every_event() -> None:
     sent = frozenset().union(*(searched(product).events for product in SEARCHED))
     every = {
         each
-        for module in (remote_engine, lending)
+        for module in (messages, lending)
         for each in vars(module).values()
         if isinstance(each, type) and issubclass(each, Event) and each.__module__ == module.__name__
     }
@@ -177,17 +179,17 @@ def done_without_proof(patch: Patch) -> None:
 
 def proof_without_drift(patch: Patch) -> None:
     """Scenario 77: two clocks are taken for one."""
-    patch.attribute(remote_engine, "DRIFT_DIVISOR", 10**9)
+    patch.attribute(claims, "DRIFT_DIVISOR", 10**9)
 
 
 def proof_from_the_answer(patch: Patch) -> None:
     """What remains is counted from when the answer came, not from when it was asked for."""
-    prove = RemoteEngine._prove
+    prove = Claims.prove
 
-    def late(self: RemoteEngine, claim: Any, rank: int, sent_ns: int, remaining_ns: int, now_ns: int) -> None:
-        prove(self, claim, rank, now_ns, remaining_ns, now_ns)
+    def late(self: Claims, lease: Any, rank: int, sent_ns: int, remaining_ns: int, now_ns: int) -> Any:
+        return prove(self, lease, rank, now_ns, remaining_ns, now_ns)
 
-    patch.attribute(RemoteEngine, "_prove", late)
+    patch.attribute(Claims, "prove", late)
 
 
 def proof_of_an_earlier_life(patch: Patch) -> None:
@@ -246,16 +248,14 @@ def grace_skipped(patch: Patch) -> None:
 
 def quarantine_lifted_early(patch: Patch) -> None:
     """Scenario 5: the end of one READ lifts the quarantine of all."""
-    lift = RemoteEngine._quiesce_quarantined
+    quiesce = Connections.quiesce
 
-    def early(self: RemoteEngine, request_id: str, read: int) -> None:
-        self._quarantined[request_id] = {read} if request_id in self._quarantined else set()
-        if self._quarantined[request_id]:
-            lift(self, request_id, read)
-        else:
-            del self._quarantined[request_id]
+    def early(self: Connections, request_id: str, read: int) -> bool:
+        if request_id in self._quarantined:
+            self._quarantined[request_id] = {read}
+        return quiesce(self, request_id, read)
 
-    patch.attribute(RemoteEngine, "_quiesce_quarantined", early)
+    patch.attribute(Connections, "quiesce", early)
 
 
 def quarantine_never_lifted(patch: Patch) -> None:
@@ -343,39 +343,41 @@ def back_off_for_ever(patch: Patch) -> None:
 
 def release_before_the_last_user(patch: Patch) -> None:
     """The first of several requests with the same parameters gives the blocks back."""
-    leave = RemoteEngine._leave
+    leave = Claims.leave
 
-    def hurry(self: RemoteEngine, name: Any, request_id: str, now_ns: int) -> None:
+    def hurry(self: Claims, name: Any, request_id: str, now_ns: int) -> None:
         leave(self, name, request_id, now_ns)
-        if name in self._claims and self._claims[name].users:
-            self._effects.append(remote_engine.SendRelease(connection=1, rank=0, leases=(name,)))
+        claim = self.get(name)
+        if claim is not None and claim.users:
+            self._outcome.effects.append(remote_engine.SendRelease(connection=1, rank=0, leases=(name,)))
 
-    patch.attribute(RemoteEngine, "_leave", hurry)
+    patch.attribute(Claims, "leave", hurry)
 
 
 def release_before_the_first_user(patch: Patch) -> None:
     """A lease that is named first while P is connected is let go of before it has a user."""
-    claim = RemoteEngine._claim
+    want = Claims.want
 
-    def released(self: RemoteEngine, name: Any, request_id: str, heard_ns: int, now_ns: int) -> Any:
-        is_new = name not in self._claims
-        found = claim(self, name, request_id, heard_ns, now_ns)
+    def released(self: Claims, name: Any, request_id: str, heard_ns: int, now_ns: int) -> Any:
+        is_new = self.get(name) is None
+        found = want(self, name, request_id, heard_ns, now_ns)
         if is_new and found.holds:
             self._let_go(found)
         return found
 
-    patch.attribute(RemoteEngine, "_claim", released)
+    patch.attribute(Claims, "want", released)
 
 
 def never_renew(patch: Patch) -> None:
     """A lease is held once, and runs out under a request that waits in the queue."""
-    prove = RemoteEngine._prove
+    prove = Claims.prove
 
-    def once(self: RemoteEngine, claim: Any, rank: int, sent_ns: int, remaining_ns: int, now_ns: int) -> None:
-        prove(self, claim, rank, sent_ns, remaining_ns, now_ns)
-        self._dues.cancel((claim.lease, rank))
+    def once(self: Claims, lease: Any, rank: int, sent_ns: int, remaining_ns: int, now_ns: int) -> Any:
+        claim = prove(self, lease, rank, sent_ns, remaining_ns, now_ns)
+        self._dues.cancel((lease, rank))
+        return claim
 
-    patch.attribute(RemoteEngine, "_prove", once)
+    patch.attribute(Claims, "prove", once)
 
 
 def hold_when_started(patch: Patch) -> None:
@@ -389,10 +391,10 @@ def held_after_the_end(patch: Patch) -> None:
 
     def always(self: Lending, asked: Any, now_ns: int) -> None:
         hold_asked(self, asked, now_ns)
-        answer = self._effects[-1]
+        answer = self._outcome.effects[-1]
         assert isinstance(answer, lending.AnswerHold)
         held = (*answer.held, *((name, self._limits.lease_ns) for name, _ in answer.gone))
-        self._effects[-1] = msgspec.structs.replace(answer, held=held, gone=())
+        self._outcome.effects[-1] = msgspec.structs.replace(answer, held=held, gone=())
 
     patch.attribute(Lending, "_hold", always)
 
@@ -413,7 +415,7 @@ def held_at_the_end(patch: Patch) -> None:
                 lease.Held(engine_id=asked.engine_id, rank=asked.rank, ranks=asked.ranks, deadline_ns=deadline_ns),
             )
             held.append((name, max(0, self._leases[known].deadline_ns - now_ns)))
-        self._effects.append(
+        self._outcome.effects.append(
             lending.AnswerHold(reply_to=asked.reply_to, sent_ns=asked.sent_ns, held=tuple(held), gone=tuple(gone))
         )
 
@@ -498,7 +500,7 @@ def assume_for_ever(patch: Patch) -> None:
         (hold.State.WANTED, hold.Assumed),
         lambda value, event: handler(value, msgspec.structs.replace(event, until_ns=event.until_ns + 10**6)),
     )
-    patch.attribute(RemoteEngine, "_lose_everywhere", lambda self, claim, why, now_ns: None)
+    patch.attribute(Claims, "lose_everywhere", lambda self, lease, why: self.get(lease))
 
 
 def deviations(product: Product, number: int) -> Product:

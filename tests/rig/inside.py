@@ -47,6 +47,7 @@ class Inside:
         assert worker is not None
         counts = self.nixl_port.counts()
         actors = list(supervisor._peers.values())
+        cores = [actor.core.view() for actor in actors]
         return Holdings(
             remote_agents=counts.remote_agents,
             descriptor_lists=counts.descriptor_lists,
@@ -57,8 +58,9 @@ class Inside:
             receives=worker.ledger.open_receives,
             sends=worker.ledger.open_sends,
             requests_of_actors=supervisor._roster.open_requests
-            + sum(len(actor._pulls) + len(actor.core._requests) + len(actor.core._quarantined) for actor in actors),
-            leases=supervisor._lease_keeper.open_leases + sum(len(actor.core._claims) for actor in actors),
+            + sum(len(actor._pulls) for actor in actors)
+            + sum(core.requests + core.quarantined for core in cores),
+            leases=supervisor._lease_keeper.open_leases + sum(core.claims for core in cores),
         )
 
     def crash_actors(self) -> None:

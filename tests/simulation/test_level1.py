@@ -20,11 +20,12 @@ import msgspec
 import pytest
 
 from connector.observe.conformance import check_records
-from statemachine import hold, lease, lending, peer, remote_engine, request
+from statemachine import hold, lease, lending, peer, request
 from statemachine.failures import AbortedByClient, Quarantined
 from statemachine.kernel import NO_EFFECTS, Effect, Effects, Event, Machine, Pair, to
 from statemachine.lending import AnswerHold, Lending
-from statemachine.remote_engine import ReadEnded, RemoteEngine, Report, SendRelease
+from statemachine.remote_engine import ReadEnded, RemoteEngine, Report, SendRelease, claims
+from statemachine.remote_engine.claims import Claims
 from tests.simulation.__main__ import read_plan
 from tests.simulation.coverage import MACHINES
 from tests.simulation.faults import LEVEL1_KINDS, Fault, Kind, Plan, draw_plan
@@ -327,7 +328,7 @@ def back_off_for_ever(patch: Patch) -> None:
 
 
 def believe_in_both_clocks(patch: Patch) -> None:
-    patch.setattr(remote_engine, "DRIFT_DIVISOR", 1 << 62)
+    patch.setattr(claims, "DRIFT_DIVISOR", 1 << 62)
 
 
 STALL = fault(Kind.READ_STALL, "d0>p0", 0.2, 4.0)
@@ -410,44 +411,85 @@ def expect(oracle: str, cores: Cores, faults: list[Fault], core: type[Any] | Non
 # --- broken cores ---------------------------------------------------------------------------------------------------
 
 
-class LetsGoBeforeTheSiblings(RemoteEngine):
-    def _leave(self, lease: Any, request_id: str, now_ns: int) -> None:
-        claim = self._claims.get(lease)
-        if claim is not None and request_id in claim.users:
-            claim.users = {request_id: None}
-        super()._leave(lease, request_id, now_ns)
+class BrokenClaims(RemoteEngine):
+    """With a part of another kind."""
+
+    Broken: type[Claims]
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._claims.__class__ = self.Broken
 
 
-class ForgetsWhatWasConsumed(RemoteEngine):
-    def _is_consumed(self, lease: Any) -> bool:
-        return False
+class LetsGoBeforeTheSiblings(BrokenClaims):
+    class Broken(Claims):
+        __slots__ = ()
+
+        def leave(self, lease: Any, request_id: str, now_ns: int) -> None:
+            claim = self.get(lease)
+            if claim is not None and request_id in claim.users:
+                claim.users = {request_id: None}
+            super().leave(lease, request_id, now_ns)
 
 
-class SaysNoReleases(RemoteEngine):
-    def _take_effects(self, now_ns: int) -> list[Effect]:
-        return [effect for effect in super()._take_effects(now_ns) if not isinstance(effect, SendRelease)]
+class ForgetsWhatWasConsumed(BrokenClaims):
+    class Broken(Claims):
+        __slots__ = ()
+
+        def is_consumed(self, lease: Any) -> bool:
+            return False
 
 
-class NeverRenews(RemoteEngine):
+class NeverRenews(BrokenClaims):
     """It asks once."""
 
-    def _prove(self, claim: Any, rank: int, *arguments: Any) -> None:
-        super()._prove(claim, rank, *arguments)
-        if self._ranks:
-            self._dues.cancel((claim.lease, rank))
+    class Broken(Claims):
+        __slots__ = ()
+
+        def prove(self, lease: Any, rank: int, *arguments: Any) -> Any:
+            claim = super().prove(lease, rank, *arguments)
+            self._dues.cancel((lease, rank))
+            return claim
 
 
-class QuarantinesOnPaper(RemoteEngine):
-    def _take_effects(self, now_ns: int) -> list[Effect]:
+class AssumesForEver(BrokenClaims):
+    class Broken(Claims):
+        __slots__ = ()
+
+        def _meet(self, claim: Any, link: Any, now_ns: int) -> bool:
+            if link.is_builtin:
+                claim.heard_ns = now_ns + 3600 * SECOND
+            return super()._meet(claim, link, now_ns)
+
+
+class BrokenEffects:
+    """Before a core: others come out than it has decided on."""
+
+    def handle(self, event: Event, now_ns: int) -> list[Effect]:
+        return self.changed(super().handle(event, now_ns))  # type: ignore[misc]
+
+    def advance(self, now_ns: int) -> list[Effect]:
+        return self.changed(super().advance(now_ns))  # type: ignore[misc]
+
+    def changed(self, effects: list[Effect]) -> list[Effect]:
+        raise NotImplementedError
+
+
+class SaysNoReleases(BrokenEffects, RemoteEngine):
+    def changed(self, effects: list[Effect]) -> list[Effect]:
+        return [effect for effect in effects if not isinstance(effect, SendRelease)]
+
+
+class QuarantinesOnPaper(BrokenEffects, RemoteEngine):
+    def changed(self, effects: list[Effect]) -> list[Effect]:
         return [
             msgspec.structs.replace(effect, is_quarantined=False) if isinstance(effect, Report) else effect
-            for effect in super()._take_effects(now_ns)
+            for effect in effects
         ]
 
 
-class ReportsTwice(RemoteEngine):
-    def _take_effects(self, now_ns: int) -> list[Effect]:
-        effects = super()._take_effects(now_ns)
+class ReportsTwice(BrokenEffects, RemoteEngine):
+    def changed(self, effects: list[Effect]) -> list[Effect]:
         return [*effects, *(effect for effect in effects if isinstance(effect, Report))]
 
 
@@ -461,9 +503,9 @@ class TakesErrorsForTheEnd(RemoteEngine):
 class KnowsNoGrace(RemoteEngine):
     def _end_tear_down(self, number: int, now_ns: int) -> None:
         super()._end_tear_down(number, now_ns)
-        if number in self._connections:
+        if self._connections.get(number) is not None:
             self._timers.cancel(("grace", number))
-            self._settle_reads(self._connections[number], now_ns)
+            self._settle_reads(number, now_ns)
 
 
 class SuspectsNothing(RemoteEngine):
@@ -478,17 +520,10 @@ class LiftsNoQuarantine(RemoteEngine):
 
 class RebuildsUnderReads(RemoteEngine):
     def _settle(self, now_ns: int) -> None:
-        current = self._current
+        current = self._connections.current
         if current is not None and self._peer.state is peer.State.DRAINING and current.open_reads:
             self._step_peer(peer.ReadsDrained(), now_ns)
         super()._settle(now_ns)
-
-
-class AssumesForEver(RemoteEngine):
-    def _meet(self, claim: Any, connection: Any, now_ns: int) -> None:
-        if connection.is_builtin:
-            claim.heard_ns = now_ns + 3600 * SECOND
-        super()._meet(claim, connection, now_ns)
 
 
 class LosesThoseWhoWait(RemoteEngine):
@@ -500,23 +535,23 @@ class LosesThoseWhoWait(RemoteEngine):
         self._waiting = waiting
 
 
-class PromisesTooMuch(Lending):
-    def _take_effects(self, now_ns: int) -> list[Effect]:
+class PromisesTooMuch(BrokenEffects, Lending):
+    def changed(self, effects: list[Effect]) -> list[Effect]:
         return [
             msgspec.structs.replace(effect, held=tuple((name, 2 * left) for name, left in effect.held))
             if isinstance(effect, AnswerHold)
             else effect
-            for effect in super()._take_effects(now_ns)
+            for effect in effects
         ]
 
 
-class CallsWhatIsOverHeld(Lending):
-    def _take_effects(self, now_ns: int) -> list[Effect]:
+class CallsWhatIsOverHeld(BrokenEffects, Lending):
+    def changed(self, effects: list[Effect]) -> list[Effect]:
         return [
             msgspec.structs.replace(effect, held=(*effect.held, *((name, SECOND) for name, _ in effect.gone)), gone=())
             if isinstance(effect, AnswerHold)
             else effect
-            for effect in super()._take_effects(now_ns)
+            for effect in effects
         ]
 
 
@@ -526,10 +561,10 @@ class DeniesWhatIsHeld(Lending):
     def _hold(self, asked: Any, now_ns: int) -> None:
         if len(asked.leases) > 1:
             super()._hold(msgspec.structs.replace(asked, leases=asked.leases[:-1]), now_ns)
-            answer = self._effects[-1]
+            answer = self._outcome.effects[-1]
             assert isinstance(answer, AnswerHold)
             gone = (*answer.gone, (asked.leases[-1], lending.UNKNOWN))
-            self._effects[-1] = msgspec.structs.replace(answer, gone=gone)
+            self._outcome.effects[-1] = msgspec.structs.replace(answer, gone=gone)
         else:
             super()._hold(asked, now_ns)
 

@@ -11,7 +11,7 @@ import pytest
 from connector.runtime.peer_actor import PeerActor
 from statemachine import request
 from statemachine.lease import LeaseName
-from statemachine.remote_engine import RemoteEngine
+from statemachine.remote_engine.claims import Claims
 from tests.explore import explore
 from tests.simulation.faults import Plan
 from tests.simulation.mutants import __main__ as program
@@ -113,13 +113,13 @@ def test_the_table_is_that_of_the_catalogue() -> None:
 
 def test_every_mutant_can_be_applied_and_leaves_nothing_behind() -> None:
     report, table_before = PeerActor._report.__code__, dict(request.MACHINE.table)
-    resend, untouched = RemoteEngine._resend_ns, explore(within(ONE, 1))
+    resend, untouched = Claims.resend_ns, explore(within(ONE, 1))
     for mutant in CATALOGUE.values():
         with Patch() as patch:
             mutant.apply(patch)
     assert PeerActor._report.__code__ is report
     assert request.MACHINE.table == table_before
-    assert RemoteEngine._resend_ns is resend
+    assert Claims.resend_ns is resend
     again = explore(within(ONE, 1))
     assert (again.states, again.edges) == (untouched.states, untouched.edges)
 
@@ -144,9 +144,9 @@ def test_what_does_not_exist_cannot_be_changed() -> None:
         with pytest.raises(AttributeError):
             Set(PeerActor, "_no_such_method", None).apply(patch)
         with pytest.raises(ValueError, match="0 times"):
-            Edit(RemoteEngine._leave, "no such text", "").apply(patch)
+            Edit(Claims.leave, "no such text", "").apply(patch)
         with pytest.raises(ValueError, match="times"):
-            Edit(RemoteEngine._leave, "claim", "").apply(patch)
+            Edit(Claims.leave, "claim", "").apply(patch)
 
 
 # --- the runner -----------------------------------------------------------------------------------------------------

@@ -354,11 +354,11 @@ def say_held_of_what_was_released(patch: pytest.MonkeyPatch) -> None:
 
     def generously(self: Lending, asked: HoldAsked, now_ns: int) -> None:
         hold(self, asked, now_ns)
-        answer = self._effects[-1]
+        answer = self._outcome.effects[-1]
         assert isinstance(answer, AnswerHold)
         released = tuple((lease, self._limits.lease_ns) for lease, why in answer.gone if why == RELEASED)
         gone = tuple(each for each in answer.gone if each[1] != RELEASED)
-        self._effects[-1] = msgspec.structs.replace(answer, held=answer.held + released, gone=gone)
+        self._outcome.effects[-1] = msgspec.structs.replace(answer, held=answer.held + released, gone=gone)
 
     patch.setattr(Lending, "_hold", generously)
 

@@ -15,20 +15,24 @@ from typing import Any
 import pytest
 
 from statemachine import remote_engine
+from statemachine.deadlines import Deadlines
 from statemachine.lease import LeaseName
 from statemachine.lending import Lending, LendingLimits
+from statemachine.outcome import Outcome
 from statemachine.remote_engine import EngineLimits, RemoteEngine
+from statemachine.remote_engine.claims import Claim, Claims
+from statemachine.remote_engine.connections import Connection, Connections
 
 ENGINE_LIMITS = EngineLimits(**dict.fromkeys(EngineLimits.__struct_fields__, 1))
 LENDING_LIMITS = LendingLimits(**dict.fromkeys(LendingLimits.__struct_fields__, 1))
 
 EVERY_CORE = {
-    "_note": "who looks on",
-    "_whose": "who looks on",
     "_limits": "never changes",
-    "_effects": "empty between two events",
-    "_unseen": "empty between two events",
+    "_outcome": "empty between two events",
 }
+GIVEN = {"_timers", "_outcome"}
+"""To a part, by the copy of the core that it is a part of."""
+
 CORES: dict[str, tuple[Callable[[], Any], dict[str, str]]] = {
     "RemoteEngine": (
         lambda: RemoteEngine("p", "p:1", ENGINE_LIMITS),
@@ -41,9 +45,15 @@ CORES: dict[str, tuple[Callable[[], Any], dict[str, str]]] = {
             "_backoff_until_ns": "that of a timer, while it matters",
         },
     ),
-    "_Connection": (
-        lambda: remote_engine._Connection(1, ("PP 0 TP 0",), is_builtin=False),
+    "Connection": (
+        lambda: Connection(1, ("PP 0 TP 0",), is_builtin=False),
         {"workers": "names for people; how many there are is in `ranks`"},
+    ),
+    "Connections": (Connections, {}),
+    "Claim": (lambda: Claim(LeaseName("r", 1), 0), {}),
+    "Claims": (
+        lambda: Claims(ENGINE_LIMITS, Deadlines(), Outcome()),
+        {"_timers": "the core's", "_outcome": "the core's"},
     ),
     "Lending": (lambda: Lending(LENDING_LIMITS), EVERY_CORE),
 }
@@ -59,7 +69,7 @@ def test_two_cores_of_which_any_attribute_differs_are_not_the_same(name: str) ->
 @pytest.mark.parametrize("name", CORES)
 def test_a_copy_has_every_attribute(name: str) -> None:
     core = CORES[name][0]()
-    assert set(_attributes(core)) <= _named_in(type(core).copy) | {"_effects", "_unseen"}
+    assert set(_attributes(core)) <= _named_in(type(core).copy) | GIVEN
 
 
 def test_leases_that_nobody_wants_any_more_are_not_those_that_somebody_wants() -> None:
@@ -68,7 +78,7 @@ def test_leases_that_nobody_wants_any_more_are_not_those_that_somebody_wants() -
     core.handle(remote_engine.Announced(request_id="a", lease=LeaseName("r", 1), address="p:1", age_ns=0), 0)
     other = core.copy()
     assert core.freeze(0) == other.freeze(0)
-    other._wanted.clear()
+    other._claims.want_none()
     assert core.freeze(0) != other.freeze(0)
 
 

@@ -44,6 +44,7 @@ from statemachine.failures import (
     HandshakeTimeout,
     Incompatible,
 )
+from statemachine.kernel import Event
 from statemachine.lease import LeaseName
 from tests.unit.log_lines import Lines, listening
 from tests.unit.properties import on_any_machine
@@ -457,7 +458,7 @@ class Told:
         self.requests = 0
         self.connections = 0
 
-    def feed(self, event: remote_engine.Event, seconds: float = 0.0) -> None:
+    def feed(self, event: Event, seconds: float = 0.0) -> None:
         self.clock.ns += round(seconds * SECOND)
         effects = self.core.handle(event, self.clock.ns)
         self.recorder.catch_up()

@@ -82,6 +82,7 @@ from statemachine.remote_engine import (
     TearDown,
     TornDown,
     Unwatched,
+    claims,
 )
 from statemachine.trace import StepSeen, observer_of
 from tests.rig.work import Counted
@@ -1580,7 +1581,7 @@ def test_what_is_remembered_of_released_leases_costs_the_collector_of_garbage_no
 
 
 def test_leases_that_were_released_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_engine, "CONSUMED_MAX", 3)
+    monkeypatch.setattr(claims, "CONSUMED_MAX", 3)
     drive = connected()
     leases = [LeaseName("p", number) for number in range(1, 6)]
     for lease in leases:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from statemachine import peer, remote_engine
+from statemachine import peer
 from statemachine.failures import (
     ActorCrashed,
     BlocksConsumed,
@@ -52,6 +52,7 @@ from statemachine.remote_engine import (
     StartHandshake,
     TearDown,
     TornDown,
+    claims,
 )
 
 MS = 1_000_000
@@ -610,7 +611,7 @@ def test_who_names_a_lease_that_was_released_here_is_refused(is_confirmed: bool)
 
 
 def test_consumed_leases_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_engine, "CONSUMED_MAX", 2)
+    monkeypatch.setattr(claims, "CONSUMED_MAX", 2)
     executor = Executor()
     executor.announce("waits", LeaseName("waits", 9))
     executor.connect()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from statemachine import hold, peer, remote_engine, request
+from statemachine import hold, peer, request
 from statemachine.deadlines import Deadlines
 from statemachine.remembered import Remembered
 from statemachine.remote_engine import RemoteEngine
+from statemachine.remote_engine.claims import Claim, Claims
+from statemachine.remote_engine.connections import Connections
 from tests.simulation.mutants.mutant import ByTest, Edit, Explored, Mutant, Seeds
 from tests.simulation.mutants.places import BUILTIN, CORE, ERRS_EARLY, ONE, SHARED, SIBLINGS, TWO_OF_P, within
 
@@ -47,7 +49,7 @@ PROOF = (
         rule="durations on our own clock",
         row=10,
         broken="the margin is not taken off what P says remains",
-        changes=(Edit(RemoteEngine._prove, " - self._limits.margin_ns", ""),),
+        changes=(Edit(Claims.prove, " - self._limits.margin_ns", ""),),
         place=ByTest(CORE + "::test_a_proof_reaches_from_the_question_for_what_remains_less_drift_and_margin"),
     ),
     Mutant(
@@ -55,7 +57,7 @@ PROOF = (
         rule="durations on our own clock",
         row=77,
         broken="two clocks are taken to run equally fast while a lease lasts",
-        changes=(Edit(RemoteEngine._prove, " - remaining_ns // DRIFT_DIVISOR", ""),),
+        changes=(Edit(Claims.prove, " - remaining_ns // DRIFT_DIVISOR", ""),),
         place=ByTest(CORE + "::test_a_proof_reaches_from_the_question_for_what_remains_less_drift_and_margin"),
     ),
     Mutant(
@@ -63,7 +65,7 @@ PROOF = (
         rule="durations on our own clock",
         row=77,
         broken="what remains is counted from when the answer came, not from when it was asked for",
-        changes=(Edit(RemoteEngine._prove, "proven_until_ns=sent_ns + max", "proven_until_ns=now_ns + max"),),
+        changes=(Edit(Claims.prove, "proven_until_ns=sent_ns + max", "proven_until_ns=now_ns + max"),),
         place=ByTest(CORE + "::test_a_proof_reaches_from_the_question_for_what_remains_less_drift_and_margin"),
     ),
     Mutant(
@@ -71,21 +73,21 @@ PROOF = (
         rule="the report waits for the proof",
         row=1,
         broken="the rank of P that keeps the blocks for longest is taken to speak for the others",
-        changes=(Edit(remote_engine._Claim.proven_until_ns, "min(", "max("),),
+        changes=(Edit(Claim.proven_until_ns, "min(", "max("),),
         place=ByTest(CORE + "::test_the_rank_that_keeps_the_blocks_for_the_shortest_time_counts"),
     ),
     Mutant(
         name="nothing is proven backwards",
         rule="Held proves what was before",
         broken="an answer that little remains is taken to prove less than the moment of asking",
-        changes=(Edit(RemoteEngine._prove, "max(0, reach_ns)", "reach_ns"),),
+        changes=(Edit(Claims.prove, "max(0, reach_ns)", "reach_ns"),),
         place=ByTest(CORE + "::test_any_answer_proves_what_was_before_its_question"),
     ),
     Mutant(
         name="proof never asked for",
         rule="asked once more",
         broken="a request that lacks a proof waits for the next renewal instead of asking now",
-        changes=(Edit(RemoteEngine._ask_for_proof, "self._dues.set((proving.lease, rank), now_ns)", "pass"),),
+        changes=(Edit(Claims.ask_for_proof, "self._dues.set((lease, rank), now_ns)", "pass"),),
         place=ByTest(CORE + "::test_a_request_that_lacks_a_proof_asks_at_once_and_not_for_ever"),
     ),
     Mutant(
@@ -121,7 +123,7 @@ PROOF = (
         rule="asked again on a new connection",
         row=48,
         broken="an answer that was given over an earlier connection is taken for one of this",
-        changes=(Edit(RemoteEngine._take_hold_answer, " or event.connection != self._current.number", ""),),
+        changes=(Edit(RemoteEngine._take_hold_answer, "not self._connections.is_current(event.connection) or ", ""),),
         place=ByTest(CORE + "::test_answers_of_another_connection_or_to_a_question_of_the_future_prove_nothing"),
     ),
     Mutant(
@@ -137,7 +139,7 @@ PROOF = (
         rule="told why at once",
         row=69,
         broken="P says that it does not keep the blocks, and nothing follows from it",
-        changes=(Edit(RemoteEngine._take_hold_answer, "self._lose(claim, event.rank, why, now_ns)", "pass"),),
+        changes=(Edit(RemoteEngine._take_hold_answer, "self._claims.lose(lease, event.rank, why)", "None"),),
         place=ByTest(CORE + "::test_a_lease_that_is_gone_ends_its_request_with_the_words_of_p"),
     ),
     Mutant(
@@ -163,8 +165,8 @@ PROOF = (
         changes=(
             Edit(
                 RemoteEngine._tell_gone,
-                "self._step_request(user, request.LeaseGone(why=why), now_ns)",
-                "user in self._proving or self._step_request(user, request.LeaseGone(why=why), now_ns)",
+                "self._step_request(user, gone, now_ns)",
+                "user in self._proving or self._step_request(user, gone, now_ns)",
             ),
         ),
         place=ByTest(CORE + "::test_a_lease_that_is_gone_ends_its_request_with_the_words_of_p"),
@@ -197,7 +199,7 @@ PROOF = (
         rule="assumed from when we heard",
         row=48,
         broken="a lease that has a number is assumed of a built-in engine, which numbers none",
-        changes=(Edit(RemoteEngine._meet, "if connection.is_builtin and claim.lease.number:", "if False:"),),
+        changes=(Edit(Claims._meet, "if link.is_builtin and claim.lease.number:", "if False:"),),
         place=ByTest("tests/unit/test_remote_engine.py::test_a_lease_that_has_a_number_is_not_assumed_of_a_builtin_p"),
     ),
     Mutant(
@@ -205,7 +207,7 @@ PROOF = (
         rule="assumed from when we heard",
         row=1,
         broken="the lease of a built-in engine is taken to begin when it is connected",
-        changes=(Edit(RemoteEngine._meet, "claim.heard_ns + self._limits", "now_ns + self._limits"),),
+        changes=(Edit(Claims._meet, "claim.heard_ns + self._limits", "now_ns + self._limits"),),
         place=Explored(within(BUILTIN, 1), "invariant 3"),
     ),
     Mutant(
@@ -214,9 +216,7 @@ PROOF = (
         row=1,
         broken="what was assumed of a built-in engine is believed for ever",
         changes=(
-            Edit(
-                RemoteEngine._meet, "until_ns = claim.heard_ns + self._limits.lease_ns", "until_ns = now_ns + (1 << 60)"
-            ),
+            Edit(Claims._meet, "until_ns = claim.heard_ns + self._limits.lease_ns", "until_ns = now_ns + (1 << 60)"),
         ),
         place=Explored(within(BUILTIN, 1), "invariant 3"),
     ),
@@ -230,7 +230,7 @@ KEEPING = (
         rule="held from the announcement",
         row=62,
         broken="nothing is held for a request before it is scheduled",
-        changes=(Edit(RemoteEngine._announce, "self._claim(event.lease", "None and self._claim(event.lease"),),
+        changes=(Edit(RemoteEngine._announce, "self._claims.want(", "None and self._claims.want("),),
         place=Explored(within(ONE, 1), "invariant 9"),
     ),
     Mutant(
@@ -240,9 +240,9 @@ KEEPING = (
         broken="a lease is held once, and never renewed",
         changes=(
             Edit(
-                RemoteEngine._prove,
-                "self._dues.set((claim.lease, rank), max(now_ns + self._resend_ns, sent_ns + reach_ns // 2))",
-                "self._dues.cancel((claim.lease, rank))",
+                Claims.prove,
+                "self._dues.set((lease, rank), max(now_ns + self.resend_ns, sent_ns + reach_ns // 2))",
+                "self._dues.cancel((lease, rank))",
             ),
         ),
         place=Explored(within(ONE, 1), "invariant 9"),
@@ -252,7 +252,7 @@ KEEPING = (
         rule="held from the announcement",
         row=62,
         broken="a lease is renewed when what is proven of it is over, not when half of it is",
-        changes=(Edit(RemoteEngine._prove, "sent_ns + reach_ns // 2", "sent_ns + reach_ns * 6 // 5"),),
+        changes=(Edit(Claims.prove, "sent_ns + reach_ns // 2", "sent_ns + reach_ns * 6 // 5"),),
         place=Explored(within(ONE, 1), "invariant 9"),
     ),
     Mutant(
@@ -260,8 +260,8 @@ KEEPING = (
         broken="of a lease that is nearly over, each answer is followed by the next question at once",
         changes=(
             Edit(
-                RemoteEngine._prove,
-                "max(now_ns + self._resend_ns, sent_ns + reach_ns // 2)",
+                Claims.prove,
+                "max(now_ns + self.resend_ns, sent_ns + reach_ns // 2)",
                 "sent_ns + reach_ns // 2",
             ),
         ),
@@ -274,7 +274,7 @@ KEEPING = (
         broken="a hold whose answer is lost is not asked again",
         changes=(
             Edit(
-                RemoteEngine._say,
+                Claims._say,
                 "for lease in leases:\n        self._dues.set((lease, rank), again_ns)",
                 "for lease in leases:\n        if state is hold.State.RELEASING or is_builtin:\n"
                 "            self._dues.set((lease, rank), again_ns)",
@@ -287,7 +287,7 @@ KEEPING = (
         rule="released by the last",
         row=56,
         broken="the first of several requests with the same parameters releases what the others are to read",
-        changes=(Edit(RemoteEngine._leave, "if claim.users:\n        return", "claim.users.clear()"),),
+        changes=(Edit(Claims.leave, "if claim.users:\n        return", "claim.users.clear()"),),
         place=Explored(within(SHARED, 0), "RemoteEngine raises"),
     ),
     Mutant(
@@ -295,9 +295,7 @@ KEEPING = (
         rule="released by the last",
         row=56,
         broken="a request that names a lease which is held already does not count as its user",
-        changes=(
-            Edit(RemoteEngine._claim, "    claim.users[request_id] = None\n        return claim", "    return claim"),
-        ),
+        changes=(Edit(Claims.want, "    claim.users[request_id] = None\n        return claim", "    return claim"),),
         place=Explored(within(SHARED, 0), "RemoteEngine raises"),
     ),
     Mutant(
@@ -305,7 +303,7 @@ KEEPING = (
         rule="released by the last",
         row=54,
         broken="nobody tells P that the blocks are not needed any more",
-        changes=(Edit(RemoteEngine._let_go, "if not hold.MACHINE.is_terminal(each):", "if False:"),),
+        changes=(Edit(Claims._let_go, "if not hold.MACHINE.is_terminal(each):", "if False:"),),
         place=ByTest(CORE + "::test_a_release_is_said_to_each_rank_until_it_is_confirmed"),
     ),
     Mutant(
@@ -313,7 +311,7 @@ KEEPING = (
         rule="released by the last",
         row=55,
         broken="a request that ends before P was met never releases its blocks",
-        changes=(Edit(RemoteEngine._meet, "if not claim.users:", "if False:"),),
+        changes=(Edit(Claims._meet, "if not claim.users:", "if False:"),),
         place=ByTest(CORE + "::test_a_request_that_ends_before_p_was_met_is_released_when_it_is"),
     ),
     Mutant(
@@ -323,7 +321,7 @@ KEEPING = (
         broken="a release that is lost is not said again",
         changes=(
             Edit(
-                RemoteEngine._say,
+                Claims._say,
                 "for lease in leases:\n        self._dues.set((lease, rank), again_ns)",
                 "for lease in leases:\n        if state is not hold.State.RELEASING:\n"
                 "            self._dues.set((lease, rank), again_ns)",
@@ -338,7 +336,7 @@ KEEPING = (
         broken="what was owed over a connection is not said over the next one",
         changes=(
             Edit(
-                RemoteEngine._meet,
+                Claims._meet,
                 "if not hold.MACHINE.is_terminal(each):\n            self._dues",
                 "if each.state is not hold.State.RELEASING:\n            self._dues",
             ),
@@ -349,16 +347,14 @@ KEEPING = (
         name="a late answer puts off the release",
         rule="released until confirmed",
         broken="a lost release is said again when the lease would have been renewed",
-        changes=(
-            Edit(RemoteEngine._prove, "claim.holds[rank].state is hold.State.HELD and self._ranks", "self._ranks"),
-        ),
+        changes=(Edit(Claims.prove, "claim.holds[rank].state is hold.State.HELD and ", ""),),
         place=ByTest(CORE + "::test_a_late_answer_to_a_hold_does_not_put_off_a_release"),
     ),
     Mutant(
         name="a confirmation is not heard",
         rule="released until confirmed",
         broken="a release that P has confirmed is said on",
-        changes=(Edit(RemoteEngine._take_release_answer, "is hold.State.RELEASING", "is None"),),
+        changes=(Edit(Claims.confirm_release, "is hold.State.RELEASING", "is None"),),
         place=ByTest(CORE + "::test_a_release_is_said_to_each_rank_until_it_is_confirmed"),
     ),
     Mutant(
@@ -366,7 +362,7 @@ KEEPING = (
         rule="released until confirmed",
         row=57,
         broken="a release that P does not confirm is said for ever",
-        changes=(Edit(RemoteEngine._fire, "self._give_up(self._claims[subject])", "pass"),),
+        changes=(Edit(RemoteEngine._fire, "self._claims.give_up(subject)", "pass"),),
         place=ByTest(CORE + "::test_a_release_that_nobody_confirms_is_given_up_when_the_lease_must_be_over"),
     ),
     Mutant(
@@ -376,8 +372,8 @@ KEEPING = (
         broken="when one rank of P has confirmed a release, the others are not told any more",
         changes=(
             Edit(
-                RemoteEngine._take_release_answer,
-                "self._step_hold(claim, event.rank, hold.ReleaseConfirmed())\n            self._drop_if_over(claim)",
+                Claims.confirm_release,
+                "self._step_hold(claim, rank, hold.ReleaseConfirmed())\n        self.drop_if_over(claim)",
                 "self._drop(claim)",
             ),
         ),
@@ -388,7 +384,7 @@ KEEPING = (
         rule="a released lease is consumed",
         row=2,
         broken="parameters whose blocks were read and released are accepted once more",
-        changes=(Edit(RemoteEngine._let_go, "self._consumed.add(_text(claim.lease))", "pass"),),
+        changes=(Edit(Claims._let_go, "self._consumed.add(_text(claim.lease))", "pass"),),
         place=ByTest(CORE + "::test_who_names_a_lease_that_was_released_here_is_refused"),
     ),
     Mutant(
@@ -398,7 +394,7 @@ KEEPING = (
         broken="a request that names a lease whose release is under way is read",
         changes=(
             Edit(
-                RemoteEngine._is_consumed,
+                Claims.is_consumed,
                 "_text(lease) in self._consumed or (claim is not None and bool(claim.holds) and not claim.users)",
                 "False",
             ),
@@ -420,8 +416,8 @@ KEEPING = (
         broken="an engine that has come back with another number of ranks is taken for the one before",
         changes=(
             Edit(
-                RemoteEngine._meet,
-                "if claim.holds and len(claim.holds) != connection.ranks:",
+                Claims._meet,
+                "if claim.holds and len(claim.holds) != link.ranks:",
                 "if False:",
             ),
         ),
@@ -434,8 +430,8 @@ KEEPING = (
         broken="nothing keeps the lease of a built-in engine alive while a request waits",
         changes=(
             Edit(
-                RemoteEngine._say,
-                "self._effects.append(SendHeartbeat(connection=number, rank=rank, leases=leases))",
+                Claims._say,
+                "effects.append(SendHeartbeat(connection=link.number, rank=rank, leases=leases))",
                 "pass",
             ),
         ),
@@ -446,8 +442,8 @@ KEEPING = (
         rule="many leases in one message",
         broken="each of many renewals travels in a message of its own",
         changes=(
-            Edit(RemoteEngine._send_due, "len(leases), LEASES_PER_MESSAGE_MAX", "len(leases), 1"),
-            Edit(RemoteEngine._send_due, "first + LEASES_PER_MESSAGE_MAX", "first + 1"),
+            Edit(Claims.send_due, "len(leases), LEASES_PER_MESSAGE_MAX", "len(leases), 1"),
+            Edit(Claims.send_due, "first + LEASES_PER_MESSAGE_MAX", "first + 1"),
         ),
         place=ByTest(CORE + "::test_many_leases_travel_in_few_messages_of_bounded_size"),
     ),
@@ -455,7 +451,7 @@ KEEPING = (
         name="each lease in its own time",
         rule="many leases in one message",
         broken="leases that came at different moments are renewed at different moments for ever",
-        changes=(Edit(RemoteEngine._send_due, " + self._resend_ns // SAID_EARLY_DIVISOR", ""),),
+        changes=(Edit(Claims.send_due, " + self.resend_ns // SAID_EARLY_DIVISOR", ""),),
         place=ByTest("tests/unit/test_remote_engine.py::test_leases_that_came_one_after_another_are_renewed_together"),
     ),
     Mutant(
@@ -463,8 +459,8 @@ KEEPING = (
         rule="many leases in one message",
         broken="a message names more leases than its receiver takes",
         changes=(
-            Edit(RemoteEngine._send_due, "len(leases), LEASES_PER_MESSAGE_MAX", "len(leases), 1 << 30"),
-            Edit(RemoteEngine._send_due, "first + LEASES_PER_MESSAGE_MAX", "first + (1 << 30)"),
+            Edit(Claims.send_due, "len(leases), LEASES_PER_MESSAGE_MAX", "len(leases), 1 << 30"),
+            Edit(Claims.send_due, "first + LEASES_PER_MESSAGE_MAX", "first + (1 << 30)"),
         ),
         place=ByTest(CORE + "::test_many_leases_travel_in_few_messages_of_bounded_size"),
     ),
@@ -472,7 +468,7 @@ KEEPING = (
         name="held of nobody",
         rule="held no longer than its engine",
         broken="what was held of an engine that is given up stays held in the trace",
-        changes=(Edit(RemoteEngine._drop_claims, "self._lose_holds(claim, RETIRED)", "pass"),),
+        changes=(Edit(Claims.drop_all, "self._lose_holds(claim, RETIRED)", "pass"),),
         place=ByTest("tests/unit/test_remote_engine.py::test_what_is_held_of_an_engine_that_is_given_up_ends_with_it"),
     ),
 )
@@ -517,7 +513,7 @@ READS = (
             ),
             Edit(
                 RemoteEngine._settle_reads,
-                "del self._connections[connection.number]",
+                "self._connections.forget(connection)",
                 "connection.unsettled, unsettled = {}, connection.unsettled",
             ),
             Edit(RemoteEngine._settle_reads, "in connection.unsettled:", "in unsettled:"),
@@ -529,7 +525,7 @@ READS = (
         rule="a READ that failed may go on",
         row=5,
         broken="blocks leave the quarantine when one of several READs has ended",
-        changes=(Edit(RemoteEngine._quiesce_quarantined, "if not writing:", "if True:"),),
+        changes=(Edit(Connections.quiesce, "if not writing:", "if True:"),),
         place=ByTest(CORE + "::test_a_quarantine_is_lifted_with_its_last_read"),
     ),
     Mutant(
@@ -545,7 +541,7 @@ READS = (
         rule="a READ that failed may go on",
         row=5,
         broken="blocks stay in quarantine after their READ has ended",
-        changes=(Edit(RemoteEngine._quiesce_quarantined, "if not writing:", "if False:"),),
+        changes=(Edit(Connections.quiesce, "if not writing:", "if False:"),),
         place=ByTest(CORE + "::test_a_quarantine_is_lifted_with_its_last_read"),
     ),
     Mutant(
@@ -747,8 +743,8 @@ REQUESTS = (
         changes=(
             Edit(
                 RemoteEngine._end_request,
-                "self._leave(ended.lease",
-                "self._effects.append(self._effects[-1])\n    self._leave(ended.lease",
+                "self._outcome.effects.append(report)",
+                "self._outcome.effects += [report, report]",
             ),
         ),
         place=Explored(within(ONE, 0), "invariant 2"),
@@ -763,7 +759,8 @@ REQUESTS = (
                 RemoteEngine._settle_without_reading,
                 "self.address = event.address",
                 "self.address = event.address\n"
-                "    self._effects.append(Report(request_id=event.request_id, failure=None, is_quarantined=False))",
+                "    report = Report(request_id=event.request_id, failure=None, is_quarantined=False)\n"
+                "    self._outcome.effects.append(report)",
             ),
         ),
         place=Explored(within(ONE, 1), "invariant 2"),
@@ -857,7 +854,7 @@ PEERS = (
         rule="left standing until READs end",
         row=49,
         broken="a connection whose READs ended late is never torn down",
-        changes=(Edit(RemoteEngine._settle, "if len(self._connections) > (current is not None):", "if False:"),),
+        changes=(Edit(RemoteEngine._settle, "in self._connections.given_up():", "in ():"),),
         place=ByTest(CORE + "::test_reads_that_do_not_end_cost_their_connection_and_keep_it_standing"),
     ),
     Mutant(
@@ -883,8 +880,8 @@ PEERS = (
         changes=(
             Edit(
                 RemoteEngine._step_peer,
-                'self._speak_to(0)\n                self._timers.set(("drain", None), now_ns',
-                'self._speak_to(0)\n                (("drain", None), now_ns',
+                'self._claims.fall_silent()\n                self._timers.set(("drain", None), now_ns',
+                'self._claims.fall_silent()\n                (("drain", None), now_ns',
             ),
         ),
         place=ByTest(CORE + "::test_reads_that_do_not_end_cost_their_connection_and_keep_it_standing"),
@@ -912,8 +909,8 @@ PEERS = (
         broken="READs from an engine that hangs are waited for until the deadlines of their requests",
         changes=(
             Edit(
-                RemoteEngine._say,
-                'self._timers.set(("answer", rank), now_ns + self._limits.lease_ns - self._resend_ns)',
+                Claims._say,
+                'self._timers.set(("answer", rank), now_ns + self._limits.lease_ns - self.resend_ns)',
                 "pass",
             ),
         ),
@@ -926,7 +923,7 @@ PEERS = (
         name="silence begins anew with each question",
         rule="silence makes suspect",
         broken="each question that is asked again begins the wait for an answer anew",
-        changes=(Edit(RemoteEngine._say, " and not self._expects_answer(rank)", ""),),
+        changes=(Edit(Claims._say, " and not self._expects_answer(rank)", ""),),
         place=ByTest(
             "tests/unit/test_remote_engine.py::"
             "test_an_engine_that_answers_nothing_for_the_length_of_a_lease_is_not_waited_for_until_the_deadline"
@@ -939,7 +936,7 @@ PEERS = (
         changes=(
             Edit(
                 RemoteEngine._fire,
-                """self._timers.set(("silence", subject), now_ns + self._resend_ns)""",
+                """self._timers.set(("silence", subject), now_ns + self._claims.resend_ns)""",
                 """self._timers.set(("silence", subject), now_ns)""",
             ),
         ),
@@ -954,8 +951,8 @@ PEERS = (
         broken="an engine that is connected anew has to answer what was asked over the connection before",
         changes=(
             Edit(
-                RemoteEngine._speak_to,
-                "for rank in range(self._ranks):\n        self._has_answered(",
+                Claims._be_silent,
+                "for rank in range(self._ranks):\n        self.has_answered(",
                 "for rank in range(self._ranks):\n        (",
             ),
         ),
@@ -968,7 +965,7 @@ PEERS = (
         changes=(
             Edit(
                 RemoteEngine._take_release_answer,
-                "self._has_answered(event.rank)",
+                "self._claims.has_answered(event.rank)",
                 "pass",
             ),
         ),

@@ -118,7 +118,7 @@ MUTANTS = (
     Mutant(
         name="what is announced of an engine that left is wanted",
         broken="D tries to connect an engine that is gone again and again, for requests in its queue",
-        changes=(Edit(RemoteEngine._lose_everything, "self._wanted.clear()", "pass"),),
+        changes=(Edit(RemoteEngine._lose_everything, "self._claims.want_none()", "pass"),),
         place=ByTest(LEAVING + "::test_what_is_announced_of_an_engine_that_is_gone_makes_one_attempt"),
     ),
     Mutant(

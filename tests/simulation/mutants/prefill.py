@@ -267,7 +267,7 @@ ENDS = (
                 Lending.handle,
                 "self._step(lease, machine.Withdrawn())",
                 "self._step(lease, machine.Superseded())\n"
-                "                self._effects.append(FreeBlocks(lease=lease, expired=False))",
+                "                self._outcome.effects.append(FreeBlocks(lease=lease, expired=False))",
             ),
         ),
         place=ByTest(KEEPER + "::test_what_is_withdrawn_frees_nothing"),

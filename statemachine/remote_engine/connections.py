@@ -1,0 +1,153 @@
+"""The connections of one rank to one prefill engine, the READs that stand on them, and the blocks that are quarantined.
+
+There is one current connection at most. Others are those that were given up while something still stood on them: READs
+that hang, or that have failed and may go on in part until the grace of the back end is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator
+
+from statemachine.failures import Failure
+
+
+class Connection:
+    """One connection, for as long as something stands on it.
+
+    Attributes:
+        workers: names of the ranks of P that deal with us, for people.
+        open_reads: READs ordered on it that have not ended, as (request id, number). Its agents are removed only when
+            there is none.
+        unsettled: READs that failed on it and may still write, as (request id, number).
+        failure: what first made it suspect.
+        is_torn_down: its agents are removed. It is forgotten when nothing is unsettled either.
+    """
+
+    __slots__ = (
+        "failure",
+        "is_builtin",
+        "is_tearing_down",
+        "is_torn_down",
+        "number",
+        "open_reads",
+        "ranks",
+        "unsettled",
+        "workers",
+    )
+
+    def __init__(self, number: int, workers: tuple[str, ...], *, is_builtin: bool) -> None:
+        self.number = number
+        self.workers = workers
+        self.ranks = len(workers)
+        self.is_builtin = is_builtin
+        self.open_reads: dict[tuple[str, int], None] = {}
+        self.unsettled: dict[tuple[str, int], None] = {}
+        self.failure: Failure | None = None
+        self.is_tearing_down = False
+        self.is_torn_down = False
+
+    def copy(self) -> Connection:
+        other = Connection(self.number, self.workers, is_builtin=self.is_builtin)
+        assert other.ranks == self.ranks
+        other.open_reads = dict(self.open_reads)
+        other.unsettled = dict(self.unsettled)
+        other.failure = self.failure
+        other.is_tearing_down, other.is_torn_down = self.is_tearing_down, self.is_torn_down
+        return other
+
+    def freeze(self) -> Hashable:
+        return (
+            self.number,
+            self.ranks,
+            self.is_builtin,
+            frozenset(self.open_reads),
+            frozenset(self.unsettled),
+            type(self.failure),
+            self.is_tearing_down,
+            self.is_torn_down,
+        )
+
+
+class Connections:
+    """Of one core, in the order in which they were made.
+
+    Attributes:
+        current: the one that is ready, draining or disconnecting; None in every other state of the peer.
+    """
+
+    __slots__ = ("_by_number", "_quarantined", "current")
+
+    def __init__(self) -> None:
+        self.current: Connection | None = None
+        # Everything that something still stands on, the current one included.
+        self._by_number: dict[int, Connection] = {}
+        # Requests that ended in quarantine, with their READs that may still write; never empty sets.
+        self._quarantined: dict[str, set[int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_number)
+
+    def __iter__(self) -> Iterator[Connection]:
+        return iter(self._by_number.values())
+
+    def get(self, number: int) -> Connection | None:
+        return self._by_number.get(number)
+
+    def add(self, connection: Connection) -> None:
+        self._by_number[connection.number] = connection
+
+    def forget(self, connection: Connection) -> None:
+        del self._by_number[connection.number]
+
+    def given_up(self) -> Iterable[Connection]:
+        """All but the current one; asked for after every event, and mostly there is none."""
+        if len(self._by_number) == (self.current is not None):
+            return ()
+        return [each for each in self._by_number.values() if each is not self.current]
+
+    def is_current(self, number: int) -> bool:
+        return self.current is not None and number == self.current.number
+
+    @property
+    def are_unused(self) -> bool:
+        """No READ stands on any, and no connection but the current one is left."""
+        return not self._quarantined and all(
+            each is self.current and not each.open_reads for each in self._by_number.values()
+        )
+
+    @property
+    def are_over(self) -> bool:
+        """Nothing stands on any connection any more, and none is left."""
+        return not self._by_number and not self._quarantined
+
+    def quarantine(self, request_id: str, reads: Iterable[int]) -> None:
+        """It has ended, and these READs may still write into its blocks."""
+        self._quarantined[request_id] = set(reads)
+
+    def quiesce(self, request_id: str, read: int) -> bool:
+        """This READ writes no more. Returns whether it was the last one that kept its request in quarantine."""
+        writing = self._quarantined.get(request_id)
+        if writing is None:
+            return False
+        writing.discard(read)
+        if not writing:
+            del self._quarantined[request_id]
+        return not writing
+
+    def quarantined(self) -> list[tuple[str, int]]:
+        """The requests in quarantine, with how many of their READs are left."""
+        return [(request_id, len(reads)) for request_id, reads in self._quarantined.items()]
+
+    def copy(self) -> Connections:
+        other = Connections()
+        other._by_number = {number: connection.copy() for number, connection in self._by_number.items()}
+        other.current = other._by_number[self.current.number] if self.current is not None else None
+        other._quarantined = {request_id: set(reads) for request_id, reads in self._quarantined.items()}
+        return other
+
+    def freeze(self) -> Hashable:
+        return (
+            frozenset(each.freeze() for each in self._by_number.values()),
+            self.current.number if self.current is not None else None,
+            frozenset((request_id, frozenset(reads)) for request_id, reads in self._quarantined.items()),
+        )

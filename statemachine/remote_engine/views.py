@@ -1,0 +1,63 @@
+"""What lives in the core of a remote engine, for people; nothing of it leads back into the core."""
+
+from __future__ import annotations
+
+import msgspec
+
+from statemachine import hold, peer, request
+from statemachine.lease import LeaseName
+
+
+class RequestView(msgspec.Struct, frozen=True, kw_only=True):
+    """A request as it is now. Times are those of the clock that the core is driven by.
+
+    Attributes:
+        started_ns: when its blocks were allocated here.
+        deadline_ns: by when it ends, at the latest by draining.
+        entered_ns: when it came into its state, where a timer of the core says so; None: look into the trace.
+        until_ns: how long it stays in its state at most.
+    """
+
+    value: request.Request
+    started_ns: int | None
+    deadline_ns: int | None
+    entered_ns: int | None
+    until_ns: int | None
+
+
+class ClaimView(msgspec.Struct, frozen=True, kw_only=True):
+    """A lease that somebody here wants, or that is owed a release.
+
+    Attributes:
+        heard_ns: when this engine first heard of a request that names it.
+        users: ids of the requests that want it; `queued` are those of them that were announced and not started.
+        holds: by rank of P; empty until P was first met.
+    """
+
+    lease: LeaseName
+    heard_ns: int
+    users: tuple[str, ...]
+    queued: tuple[str, ...]
+    holds: tuple[hold.Hold, ...]
+
+
+class EngineView(msgspec.Struct, frozen=True, kw_only=True):
+    """The connection, and how much stands on it.
+
+    Attributes:
+        ranks: of P that are dealt with; 0 without a connection.
+        backoff_until_ns: None unless it backs off.
+        leaves_ns: when the grace period is over of an engine that is to end; None: it has not said so.
+        reads: ordered and not ended, over all connections; `unsettled` have failed and may still write.
+    """
+
+    peer: peer.Peer
+    is_builtin: bool
+    ranks: int
+    backoff_until_ns: int | None
+    leaves_ns: int | None
+    requests: int
+    claims: int
+    reads: int
+    unsettled: int
+    quarantined: int
