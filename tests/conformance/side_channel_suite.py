@@ -32,8 +32,9 @@ from connector.ports.side_channel import (
 
 HOST = "127.0.0.1"
 CLIENTS = 200
-AT_ONCE_SECONDS = 2.0
-"""What is noticed at once is noticed sooner than this (a few milliseconds on a quiet machine)."""
+AT_ONCE_SECONDS = 20.0
+"""What is noticed at once is noticed sooner than this: in a few milliseconds on a quiet machine, and in seconds on one
+that stands still. What is not is noticed by a time limit of the kernel, half a minute at least, or never."""
 
 
 async def serve(
@@ -600,8 +601,8 @@ class SideChannelSuite(ABC):
                 for number in range(50):
                     assert link.send([b"%d" % number])
                 # The peer takes the messages of its connections in turn: all are answered when as many are over another
-                # one, and a few more for those that were on their way.
-                for _ in range(60):
+                # one, and more for those that were on their way, also when a thread of libzmq is slow.
+                for _ in range(200):
                     assert beside.send([b"and I"])
                     assert await beside.receive() == (b"and I",)
                 await peer.kill()
