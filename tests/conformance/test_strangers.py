@@ -39,7 +39,11 @@ def fleet(tmp_path: Path) -> Fleet:
 
 @pytest.fixture(autouse=True)
 def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And for as long as a slow machine needs: the product takes the keys of before, or who has not greeted yet for
+    something else, when that takes too long."""
     monkeypatch.setattr(curve_keys, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(curve_keys, "LOOK_WAIT_SECONDS", ANSWERED_SECONDS)
+    monkeypatch.setattr(zmq_bridge, "GREETING_SECONDS", ANSWERED_SECONDS)
 
 
 def run(main: Callable[[], Awaitable[None]]) -> None:
@@ -128,7 +132,8 @@ def test_who_connects_from_outside_of_the_ranges_is_not_heard() -> None:
                 await until(lambda: bool(member.poll(0)))
                 nursery.cancel_scope.cancel()
             assert served.heard == [(b"I may",)]
-            assert refused == [("127.0.0.1", "127.0.0.1 may not connect: it is not in allowed_peers")]
+            # Said again if libzmq has connected again before its owner had a turn.
+            assert set(refused) == {("127.0.0.1", "127.0.0.1 may not connect: it is not in allowed_peers")}
 
     run(main)
 
@@ -253,7 +258,7 @@ def test_why_two_may_not_speak_is_said_on_both_sides(fleet: Fleet) -> None:
                 assert "not among the 1 accepted keys" in await refusal(of_other, served.port)
                 nursery.cancel_scope.cancel()
             assert (served.heard, unguarded.heard) == ([], [])
-        (line,) = refused
+        (line,) = set(refused)  # said again if libzmq has connected again before its owner had a turn
         assert line.startswith("127.0.0.1 may not connect: its public key")
         assert unknown.keys().public_key.decode() in line
 
@@ -429,13 +434,15 @@ def test_a_folder_that_hangs_leaves_the_keys_of_before(
     serving_member, asking_member = fleet.friends("serving", "asking")
     late_member = fleet.member("late")
     fleet.accept(serving_member, by=late_member)
+    folder = (serving_member if whose == "serving" else asking_member).accepted
 
     async def main() -> None:
         members = (serving_member, asking_member, late_member)
         with ExitStack() as stack:
             serving, asking, late = (stack.enter_context(closing(each.channel())) for each in members)
-            hangs = HangingFolder((serving_member if whose == "serving" else asking_member).accepted)
+            hangs = HangingFolder(folder)
             monkeypatch.setattr(curve_keys, "_read_accepted", hangs.read)
+            monkeypatch.setattr(curve_keys, "LOOK_WAIT_SECONDS", 0.5)
             served = Served(serving)
             try:
                 async with trio.open_nursery() as nursery:
@@ -450,6 +457,7 @@ def test_a_folder_that_hangs_leaves_the_keys_of_before(
                     if whose == "serving":
                         await refusal(late, served.port)
                     hangs.come_back()
+                    monkeypatch.setattr(curve_keys, "LOOK_WAIT_SECONDS", ANSWERED_SECONDS)
                     await until(lambda: serving.access.keys is not None and serving.access.keys._look is None)
                     await ask(late, served.port)
                     await ask(asking, served.port)
@@ -458,7 +466,7 @@ def test_a_folder_that_hangs_leaves_the_keys_of_before(
                 hangs.come_back()
 
     run(main)
-    assert caplog.text.count("does not answer; the keys of before stay in use") == 1
+    assert caplog.text.count(f"{folder} does not answer; the keys of before stay in use") == 1
 
 
 # --- engines without keys -------------------------------------------------------------------------------------------
@@ -626,9 +634,10 @@ def test_a_gate_that_raises_goes_on(
 ) -> None:
     """It is a task of the trio run itself: what comes out of it ends the run, and all that the process transfers."""
     serving_member, asking_member = fleet.friends("serving", "asking")
+    whole = getattr(Gate, step)
 
     def broken(*_: object) -> None:
-        monkeypatch.undo()
+        monkeypatch.setattr(Gate, step, whole)
         raise RuntimeError("injected")
 
     async def main() -> None:
@@ -637,8 +646,10 @@ def test_a_gate_that_raises_goes_on(
             monkeypatch.setattr(Gate, step, broken)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(served.run)
-                with trio.move_on_after(0.5):
-                    await asking.connect(HOST, served.port).ask([b"hello"])
+                async with trio.open_nursery() as asks:  # it may get no answer
+                    asks.start_soon(asking.connect(HOST, served.port).ask, [b"hello"])
+                    await until(lambda: "injected" in caplog.text)
+                    asks.cancel_scope.cancel()
                 await ask(asking, served.port)
                 nursery.cancel_scope.cancel()
 
