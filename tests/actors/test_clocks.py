@@ -84,7 +84,7 @@ def test_a_lease_is_held_at_once_when_the_next_deadline_passed_while_the_machine
             clock.leap(40.0)
             loan = lend_by_all([p], "remote-a")
             d.borrow("a", loan, p.address, [4], [4])
-            ended = await until(lambda: d.received("a"), seconds=5.0)
+            ended = await until(lambda: d.received("a"), seconds=15.0)
             assert ended.failure is None, str(ended.failure)
 
     run(test)

@@ -40,7 +40,7 @@ def held_up(p: Engine) -> Iterator[None]:
         goes_on.wait(30.0)
 
     assert p.port._thread.submit(Command(stand))
-    assert stands.wait(5.0)
+    assert stands.wait(30.0)
     try:
         yield
     finally:

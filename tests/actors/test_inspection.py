@@ -41,7 +41,7 @@ from tests.actors.late_reads import Answer, LateReads
 from tests.actors.test_pull import run
 
 OPTIONS = ConnectorOptions(
-    transfer_retries=0, request_timeout_seconds=0.5, quiesce_timeout_seconds=0.5, backoff_initial_seconds=0.1
+    transfer_retries=0, request_timeout_seconds=3.0, quiesce_timeout_seconds=0.5, backoff_initial_seconds=0.1
 )
 UPTIME = re.compile(r'"uptime_seconds": ?[0-9.]+|goes-away/0 +\S+ +[0-9.]+ (?:m?s|min [0-9]+ s)')
 """In what `ps` prints, of an engine that answers."""
@@ -123,7 +123,7 @@ def test_ps_looks_again_until_ctrl_c_also_when_the_engine_has_gone(form: list[st
             terminal = Terminal(*watch)
             stack.callback(terminal.close)
             # Each look shows it anew: the engine's id once in a table, and how long it has been up.
-            await until(lambda: len(set(UPTIME.findall(terminal.text))) >= 3, seconds=20)
+            await until(lambda: len(set(UPTIME.findall(terminal.text))) >= 3, seconds=60)
             assert "nothing listens" not in terminal.text
         await until(lambda: terminal.text.count("nothing listens") >= 3, seconds=60)
         assert terminal.process.poll() is None
@@ -147,6 +147,8 @@ def test_what_waits_is_shown_with_what_it_waits_for(monkeypatch: pytest.MonkeyPa
             d.borrow("reads", lend_by_all([p], "lent-reads"), p.address, [4, 6, 9], [1, 3, 5])
             d.wait_for("waits", lend_by_all([p], "lent-waits"), p.address)
             await until(lambda: late.posted)
+            for name in ("lent-reads", "lent-waits"):
+                await until(lambda name=name: d.trace.path("hold", f"{name}/0")[-1:] == ["held"])
             await trio.sleep(0.2)
             found = await asked(d, p)
             of_d, of_p = found.engines

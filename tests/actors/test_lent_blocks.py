@@ -25,10 +25,10 @@ BRIEF = ConnectorOptions(kv_lease_duration=0.3)
 ODD_IDS = ["HB:x", "HB:", "a,b", ",", "a:7", "cmpl-7,0-1"]
 
 
-async def ended(p: Engine, names: list[str], seconds: float = 5.0) -> list[str]:
-    """Which of these leases have ended by then."""
+async def ended(p: Engine, names: list[str], awaited: int, seconds: float = 30.0) -> list[str]:
+    """Which of these leases have ended by then, or when so many have."""
     with trio.move_on_after(seconds):
-        while not all(p.sent(name) for name in names):
+        while sum(p.sent(name) is not None for name in names) < awaited:
             await trio.sleep(0.01)
     return [name for name in names if p.sent(name)]
 
@@ -45,7 +45,7 @@ def test_no_grant_is_lost_in_a_flood_of_notifications() -> None:
                         p.hear("stranger", b"?")
                 p.lend(name)
                 await trio.lowlevel.checkpoint()  # so that grants come before, between and after what the actors do
-            found = await ended(p, names)
+            found = await ended(p, names, len(names))
             assert found == names, f"{sorted(set(names) - set(found))} are lent for ever"
 
     run(test)
@@ -62,7 +62,7 @@ def test_a_crash_in_one_lease_costs_no_other_its_deadline() -> None:
             p.outcomes.breaks_on = SendEnded
             await until(lambda: all("held" in p.trace.path("lease", name) for name in names))
             time.sleep(0.4)
-            found = await ended(p, names)
+            found = await ended(p, names, len(names) - 1)
             assert p.outcomes.breaks_on is None, "nothing has crashed"
             assert len(found) >= len(names) - 1, f"only {found} of {names} have ended"
 

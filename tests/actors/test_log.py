@@ -14,7 +14,7 @@ from connector.protocol import PeerAddress
 from connector.runtime import peer_actor
 from connector.runtime.lease_keeper import LeaseKeeper
 from tests.actors.engines import engine, lease_of, lend_by_all, parallel_engine, until
-from tests.actors.test_peers import failure_of, nobody, reads
+from tests.actors.test_peers import failure_of, nobody, reads, rested
 from tests.actors.test_pull import run
 from tests.rig.network import BlackHole, free_port
 
@@ -49,14 +49,14 @@ def test_a_peer_is_connected_lost_and_back(said: Callable[[str], list[str]], mon
                 for number in range(3):  # a request that is served says nothing
                     await reads(d, p, f"served-{number}")
                 assert len(said("d")) == 1
-            await until(lambda: len(said("d")) == 2)
+            await until(lambda: len(said("d")) >= 2)
             assert "is lost: ControlLinkLost: " in said("d")[1]
             assert f"(control socket 127.0.0.1:{control_port}: " in said("d")[1]
-            d.pull("a", nobody("p", port), [1], [1])
+            d.pull("a", nobody("p", port), [1], [1])  # maybe after an attempt of D's own, to say a release
             await failure_of(d, "a")
             assert "cannot be reached: ConnectionRefused: " in said("d")[2]
             async with engine("p", serves=True, port=port) as again:
-                await trio.sleep(0.2)
+                await rested(d, "p")
                 await reads(d, again, "after")
                 assert re.search(r"is back after \d+\.\d s; the handshake took", said("d")[-1])
                 assert len(said("d")) == 4
@@ -77,6 +77,9 @@ def test_a_request_that_fails_is_named_with_its_engine_and_its_age(said: Callabl
 
 
 def test_a_request_that_waits_is_said_once(said: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    def still_waits(engine_id: str) -> list[str]:
+        return [line for line in said(engine_id) if "still waits" in line]
+
     async def test() -> None:
         with BlackHole() as silent:
             async with engine("p", serves=True) as p, engine("d", options=PATIENT) as d:
@@ -84,13 +87,17 @@ def test_a_request_that_waits_is_said_once(said: Callable[[str], list[str]], mon
                 monkeypatch.setattr(peer_actor, "WAIT_SAID_AFTER_SECONDS", SOON_SECONDS)
                 d.pull("waits", nobody("hung", silent.port), [1], [1])
                 await trio.sleep(SOON_SECONDS / 10)
+                began = trio.current_time()
                 await reads(d, p, "served")
-                waiting = await until(lambda: [line for line in said("d") if "still waits" in line])
+                was_slow = trio.current_time() - began > 0.9 * SOON_SECONDS  # then it has waited, too
+                waiting = await until(lambda: [line for line in still_waits("d") if line.startswith("request waits,")])
                 assert len(waiting) == 1
+                assert was_slow or still_waits("d") == waiting
                 assert waiting[0].startswith("request waits, engine hung at 127.0.0.1:")
                 assert re.search(r"still waits: for the handshake with that engine; at most \d+ s longer", waiting[0])
+                before = still_waits("d")
                 await trio.sleep(2 * SOON_SECONDS)
-                assert [line for line in said("d") if "still waits" in line] == waiting
+                assert still_waits("d") == before
                 assert d.received("waits") is None
 
     run(test)
@@ -134,7 +141,7 @@ def test_a_request_that_waits_in_the_queue_of_vllm_is_said_once(
                 d.wait_for("waits", lease_of("remote-waits"), hung)
                 d.wait_for("goes", lease_of("remote-goes"), hung)
                 d.wait_for("starts", lease_of("remote-starts"), hung)
-                await trio.sleep(SOON_SECONDS / 10)
+                # In the same turn: a machine that stands still here does not make them wait.
                 d.pull("goes", hung, [], [], awaited=False)
                 d.pull("starts", hung, [2], [2])
                 lines = await until(lambda: queued(said("d")))

@@ -21,7 +21,7 @@ from tests.actors.test_peers import is_served, is_served_again, reads
 from tests.actors.test_pull import run
 
 OPTIONS = ConnectorOptions(
-    transfer_retries=0, request_timeout_seconds=1.5, quiesce_timeout_seconds=0.3, backoff_initial_seconds=0.1
+    transfer_retries=0, request_timeout_seconds=3.0, quiesce_timeout_seconds=0.3, backoff_initial_seconds=0.1
 )
 THEIRS, NEXT_OWNER = 7, 77
 

@@ -15,7 +15,7 @@ from tests.actors.engines import Engine, engine, until
 from tests.stalled_file import StalledFile
 
 OPTIONS = ConnectorOptions(
-    request_timeout_seconds=4.0, handshake_timeout_seconds=1.0, kv_lease_duration=3.0, quiesce_timeout_seconds=1.0
+    request_timeout_seconds=20.0, handshake_timeout_seconds=15.0, kv_lease_duration=15.0, quiesce_timeout_seconds=1.0
 )
 
 

@@ -42,6 +42,7 @@ from connector.wire import control, handshake, inspection
 from tests.attack import zmtp
 from tests.conformance.side_channel_suite import HOST, PeerProcess, SideChannelSuite, lost_soon, serve, until
 from tests.rig.key_files import Fleet
+from tests.rig.looks import look_patiently
 from tests.rig.name_server import name_server
 from tests.rig.network import OTHER_SERVERS, BlackHole, has_ipv6
 
@@ -92,19 +93,7 @@ SOON_SECONDS = 30.0
 
 @pytest.fixture
 def looks_patiently(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A look at who listens may take as long as a slow machine needs; when it begins stays as it is. The product gives
-    up after a second: then it takes who has not answered yet for a process that hangs."""
-
-    def patient(look: Callable[..., Any]) -> Callable[..., Any]:
-        async def patiently(requester: zmq_bridge.ZmqRequester, address: str) -> Any:
-            with monkeypatch.context() as patched:
-                patched.setattr(zmq_bridge, "GREETING_SECONDS", SOON_SECONDS)
-                return await look(requester, address)
-
-        return patiently
-
-    for name in ("_look_who_listens", "_look_at_greeting"):
-        monkeypatch.setattr(zmq_bridge.ZmqRequester, name, patient(getattr(zmq_bridge.ZmqRequester, name)))
+    look_patiently(monkeypatch, SOON_SECONDS)
 
 
 class TestZmqSideChannel(SideChannelSuite):
