@@ -23,8 +23,8 @@ def test_a_wait_ends_at_once_for_what_was_put_before_it_and_then_no_more() -> No
     queue: CommandQueue[int] = CommandQueue()
     queue.put(1)
     started = time.monotonic()
-    queue.wait(5.0)
-    assert time.monotonic() - started < 2.5
+    queue.wait(60.0)
+    assert time.monotonic() - started < 30.0
     assert queue.take() == 1
     started = time.monotonic()
     queue.wait(0.05)

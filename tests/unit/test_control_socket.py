@@ -61,7 +61,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, host: str, own_address: str = "127.0
             assert port in (0, listener.port)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(serve, listener)
-                with trio.fail_after(5):
+                with trio.fail_after(30):
                     answer = decode_answer(await channel.connect(told, listener.port).ask(encode_control(asked)))
             assert isinstance(answer, HoldAnswer)
             assert len(answer.held) == len(leases)
@@ -90,7 +90,7 @@ def test_who_listens_at_all_interfaces_says_one_of_them(monkeypatch: pytest.Monk
         try:
             host, listener = open_control_socket(channel, variable, _refuse_failure)
             assert host == "127.0.0.7"
-            with socket.create_connection((host, listener.port), timeout=5):
+            with socket.create_connection((host, listener.port), timeout=30):
                 pass
         finally:
             channel.close()

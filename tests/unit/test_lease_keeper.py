@@ -581,9 +581,8 @@ def test_what_the_engine_has_said_counts_before_what_others_ask() -> None:
         other = LeaseName("b", 4)
         rank.says_late.append(lambda: rank.lend(*other))
         rank.keeper.notify("builtin", b"b:1")
-        with trio.fail_after(5):
-            while rank.ended() != {"b": False}:
-                await trio.sleep(0.01)
+        while rank.ended() != {"b": False}:
+            await trio.sleep(0.01)
 
     run_over_zmq(test)
 
@@ -592,7 +591,7 @@ def test_a_lease_lives_for_as_long_as_it_is_held_and_is_gone_for_who_comes_too_l
     async def test(rank: Rank, decoder: Decoder) -> None:
         lease = rank.lend("a")
         for _ in range(6):
-            await trio.sleep(0.5)
+            await trio.sleep(0.75)
             answer = await decoder.hold(lease)
             assert answer.held, answer.gone
         assert rank.ended() == {}
@@ -601,7 +600,8 @@ def test_a_lease_lives_for_as_long_as_it_is_held_and_is_gone_for_who_comes_too_l
         (gone,) = (await decoder.hold(lease, engine_id="another")).gone
         assert "released" in gone.why
 
-    run_over_zmq(test, options=ConnectorOptions(kv_lease_duration=2.0))
+    # Shorter than all holds together, and so long that a machine may stand still between two of them.
+    run_over_zmq(test, options=ConnectorOptions(kv_lease_duration=4.0))
 
 
 def test_a_lease_that_nobody_holds_ends_and_says_so() -> None:

@@ -69,7 +69,7 @@ def make(
     )
 
 
-def ask(port: int, frame: bytes, seconds: float = 5.0) -> tuple[dict[str, object], float] | None:
+def ask(port: int, frame: bytes, seconds: float = 30.0) -> tuple[dict[str, object], float] | None:
     """One question over a socket of its own: the payload and the listener's clock. None: no answer."""
 
     async def main() -> tuple[bytes, ...] | None:
@@ -252,7 +252,7 @@ def worker() -> Iterator[Worker]:
 
 def drain_until(port: int, state: str) -> dict[str, Any]:
     """What the engine says when it has come so far."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         answer = ask(port, encode_drain())
         assert answer is not None
@@ -274,9 +274,10 @@ def test_an_engine_that_is_asked_to_drain_tells_its_worker_once_and_waits_for_wh
             before = ask(port, encode_request(0, 0))
             assert before is not None
             assert before[0]["actor"]["draining"] == ""  # type: ignore[index]
+            began = time.monotonic()
             first = drain_until(port, "draining")
             assert (first["lent"], first["not_lent"]) == (2, 5)
-            assert 59 < first["seconds_left"] <= 60
+            assert 59.9 - (time.monotonic() - began) < first["seconds_left"] <= 60
             meanwhile = ask(port, encode_request(0, 0))
             assert meanwhile is not None
             assert meanwhile[0]["actor"]["draining"] == "draining", "who holds a lease may still have to meet us"  # type: ignore[index]
@@ -288,7 +289,7 @@ def test_an_engine_that_is_asked_to_drain_tells_its_worker_once_and_waits_for_wh
     finally:
         listener.stop()
     (leave,) = worker.heard
-    assert 59e9 < leave.grace_ns <= 60e9
+    assert (59.9 - (time.monotonic() - began)) * 1e9 < leave.grace_ns <= 60e9
     began, ended = [record.getMessage() for record in caplog.records]
     assert began.startswith("draining, because of nixl-actor drain: 2 prefill(s)")
     assert ended.startswith("drained after ")
@@ -317,7 +318,7 @@ def test_an_engine_that_makes_a_mistake_when_it_begins_to_drain_drains_all_the_s
 
 
 def test_the_grace_period_ends_a_drain(port: int, worker: Worker, caplog: pytest.LogCaptureFixture) -> None:
-    listener = make(port, DEATHS.append, control=(HOST, worker.port), count=lambda: Lent(1, 0), grace_seconds=0.3)
+    listener = make(port, DEATHS.append, control=(HOST, worker.port), count=lambda: Lent(1, 0), grace_seconds=3.0)
     listener.start()
     try:
         with caplog.at_level(logging.WARNING, logger="vllm.nixl_actor_connector"):
