@@ -791,7 +791,7 @@ class NixlPortSuite(ABC):
 
     def test_handles_are_never_used_twice(self) -> None:
         async def scenario(world: NixlWorld) -> None:
-            reader, *_ = await reader_and_source(world)
+            reader, _source, _recorder, _memory = await reader_and_source(world)  # the memory is kept
             prepared, posted = [reader.local, reader.remote], []
             for _ in range(20):
                 again = await reader.port.prepare_local([reader.run])
@@ -831,7 +831,7 @@ class NixlPortSuite(ABC):
 
     def test_a_call_cancelled_at_any_time_happens_wholly_or_not_at_all(self) -> None:
         async def scenario(world: NixlWorld) -> None:
-            reader, *_ = await reader_and_source(world)
+            reader, _source, _recorder, _memory = await reader_and_source(world)  # the memory is kept
             chance = random.Random(7)
             prepared: list[int] = []
 
