@@ -539,5 +539,6 @@ def test_fact_18_the_progress_thread_takes_a_core_while_nothing_happens() -> Non
         gc.collect()
         return used
 
-    assert cores(enable_prog_thread=True) > 0.2  # 1.0 on a quiet machine
+    # 1.0 on a quiet machine; on another one the thread may get no turn in one second, and in the next.
+    assert any(cores(enable_prog_thread=True) > 0.2 for _ in range(20))
     assert cores(enable_prog_thread=False) < 0.1
