@@ -17,10 +17,8 @@ import contextlib
 import http.client
 import json
 import os
-import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -36,6 +34,7 @@ from typing import IO, Any, Literal
 from tests.e2e import reaper
 from tests.e2e.calm import CALM_POLLING, calm_environment
 from tests.e2e.serve import CHANGES, ON_CUDA, ONE_THREAD, ForkedServer
+from tests.rig.network import free_port
 
 LOOPBACK = "127.0.0.1"
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,7 +43,8 @@ START_TIMEOUT_SECONDS = 240.0
 STOP_TIMEOUT_SECONDS = 15.0
 STOP_AFTER_ERROR_TIMEOUT_SECONDS = 3.0
 """An engine that is still starting does not listen to SIGTERM, and nobody wants to wait for it after Ctrl-C."""
-KILL_TIMEOUT_SECONDS = 10.0
+KILL_TIMEOUT_SECONDS = 60.0
+"""The kernel takes seconds to take a killed process down, on a busy machine."""
 POLL_SECONDS = 0.2
 LOG_TAIL_LINES = 25
 WORKER_LOST = "WorkerProc initialization failed"
@@ -54,9 +54,6 @@ CONNECTOR_MADE = "Creating v1 connector"
 TROUBLE = re.compile(r"ERROR|Traceback|Fatal Python error|terminate called|Killed")
 TROUBLE_LINES = 25
 """What comes last in a log is what followed from the cause, in several processes; so from the first sign of it too."""
-
-PORT_RANGE = range(20_000, 32_000)
-"""Below the ephemeral range of Linux, so that no outgoing connection takes a port between our look and the bind."""
 
 BLOCK_SIZE_TOKENS = 32
 """Smallest block that vLLM's CPU attention takes."""
@@ -89,22 +86,6 @@ START_PHASES = (
 
 class EngineFailed(Exception):
     """An engine ended or did not become healthy; the message holds the end of its log."""
-
-
-_ports_given: set[int] = set()
-
-
-def free_port() -> int:
-    """A loopback TCP port that nothing listens on, never the same twice in one process."""
-    for _ in range(200):
-        port = random.choice(PORT_RANGE)
-        if port in _ports_given:
-            continue
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
-            probe.bind((LOOPBACK, port))
-            _ports_given.add(port)
-            return port
-    raise RuntimeError(f"no free port found between {PORT_RANGE.start} and {PORT_RANGE.stop}")
 
 
 HOST_OFFLOADING = {"spec_name": "HostOffloadingSpec", "spec_module_path": "tests.e2e.host_offloading"}

@@ -9,6 +9,7 @@ import socket
 import socketserver
 import ssl
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from types import TracebackType
@@ -19,6 +20,8 @@ from uuid import uuid4
 _FIRST_PORT = 20_000
 _LAST_PORT = 32_000
 _ATTEMPTS = 200
+_given: deque[int] = deque(maxlen=1000)
+"""The newest that this process was given: nothing may listen yet at one that an engine was started with."""
 
 
 def has_ipv6() -> bool:
@@ -42,7 +45,7 @@ def _own_ports() -> range:
 
 
 def free_port() -> int:
-    """A loopback TCP port on which nothing listens now.
+    """A loopback TCP port on which nothing listens now, and that this process was not given lately.
 
     Raises:
         OSError: none was found; something must be holding thousands of them.
@@ -50,11 +53,14 @@ def free_port() -> int:
     ports = _own_ports()
     for _ in range(_ATTEMPTS):
         port = random.choice(ports)
+        if port in _given:
+            continue
         with socket.socket() as candidate:
             try:
                 candidate.bind(("127.0.0.1", port))
             except OSError:
                 continue
+            _given.append(port)
             return port
     raise OSError(f"no free port among {_ATTEMPTS} tried in {_FIRST_PORT}..{_LAST_PORT}")
 
