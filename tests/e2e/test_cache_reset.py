@@ -35,9 +35,9 @@ def test_of_p_with_what_it_computes(cluster: OnePrefillTwoDecode) -> None:
     tokens = service.prefill_client.stream(prompt(50, key), max_tokens=RUNNING_TOKENS)
     first = next(tokens)
     assert service.prefill_client.reset_cache(with_running=True) is None
-    assert len([first, *tokens]) == RUNNING_TOKENS
-    answer = service.decode(text, params, key)
+    answer = service.decode(text, params, key)  # first of all: what is lent is kept for some seconds only
     assert answer.ok, answer.error
+    assert len([first, *tokens]) == RUNNING_TOKENS
     assert answer.token_ids == service.alone(text).token_ids
     cluster.traces.assert_plain(key)
 

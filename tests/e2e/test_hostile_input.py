@@ -8,6 +8,7 @@ import json
 import math
 import socket
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import httpx
@@ -81,12 +82,11 @@ MALFORMED: dict[str, tuple[Callable[[Params], Params], str]] = {
 """By name: what the router does to the parameters, and the field that the error must name."""
 
 
-def is_said(engine: Engine, key: str, field: str) -> bool:
-    """Whether the log names request and field; of many failures of a kind in a row it only says how many there were."""
+def is_said(engine: Engine, key: str, field: str) -> bool | None:
+    """True if the log names request and field; of many failures of a kind in a row it only says how many there were."""
     lines = engine.log().splitlines()
-    return any(key in line and field in line for line in lines) or any(
-        "BadParams: further lines are only counted" in line for line in lines
-    )
+    named = any(key in line and field in line for line in lines)
+    return named or any("BadParams: further lines are only counted" in line for line in lines) or None
 
 
 @pytest.mark.parametrize("name", MALFORMED)
@@ -112,7 +112,7 @@ def test_malformed_parameters(cluster: OnePrefillTwoDecode, name: str) -> None:
         record = cluster.traces.last_record(key)
         assert (record.to_state, record.reason) == ("failed", "BadParams")
         assert f"kv_transfer_params.{field}" in (record.detail or "")
-        assert is_said(engine, key, field)
+        wait_for(partial(is_said, engine, key, field), f"a line about {key}")
     good = cluster.fail.pd(text, f"{slug}-good")
     assert good.ok, good.error
     assert good.token_ids == right

@@ -19,14 +19,14 @@ import httpx
 import pytest
 
 from tests.e2e.client import ANSWER_TOKENS
-from tests.e2e.cluster import OnePrefillTwoDecode, prompt
+from tests.e2e.cluster import LEASE_SECONDS, SETTLE_SECONDS, OnePrefillTwoDecode, prompt, wait_for
 from tests.e2e.engines import LOOPBACK, Engine, free_port
 from tests.upstream.source import NotFetched, may_be_missing, source_distribution, unpack
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(420)]
 
 ROOT = Path(__file__).parents[2]
-START_SECONDS = 60.0
+START_SECONDS = 120.0
 LENGTHS = (20, 96, 300)
 TOY_PROXY = Path("tests/v1/kv_connector/nixl_integration/toy_proxy_server.py")
 HEALTH_PATHS = ("/health", "/healthcheck")
@@ -124,11 +124,13 @@ def assert_served(cluster: OnePrefillTwoDecode, name: str, command: list[str], p
     with running(command, port, log) as client, ThreadPoolExecutor(len(texts)) as pool:
         answers = dict(zip(texts, pool.map(lambda key: ask(client, texts[key], key), texts), strict=True))
     assert answers == alone
-    new = traces.request_ids() - before
+    new = wait_for(
+        lambda: found if len(found := traces.request_ids() - before) >= len(texts) else None, "requests in the traces"
+    )
     assert len(new) == len(texts)
     for request_id in new:
         traces.assert_plain(request_id)
-    assert service.prefill_client.blocks_are_free()
+    assert service.prefill_client.blocks_are_free(LEASE_SECONDS + SETTLE_SECONDS)
 
 
 @pytest.mark.parametrize(("name", "command_of"), [("example", example), ("vllm-router", vllm_router)])
