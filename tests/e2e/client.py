@@ -215,7 +215,7 @@ class Client:
             if labelled.partition("{")[0] == name and self._engine_label in labelled
         )
 
-    def blocks_are_free(self, timeout_seconds: float = 15.0) -> bool:
+    def blocks_are_free(self, timeout_seconds: float = 20.0) -> bool:
         """Whether the engine gets to a state where no request holds KV blocks.
 
         The gauge is written when the engine steps, and blocks of a lease that has ended are freed at a step: so a

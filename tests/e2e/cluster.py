@@ -24,7 +24,7 @@ from tests.e2e.tiny_model import KV_BYTES_PER_TOKEN, tiny_llama
 from tests.plain_paths import LEASE_PATHS_PLAIN, REQUEST_PATHS_PLAIN
 
 BLOCK_BYTES = BLOCK_SIZE_TOKENS * KV_BYTES_PER_TOKEN
-SETTLE_SECONDS = 20.0
+SETTLE_SECONDS = 25.0
 """How long a test waits for something that takes milliseconds on an idle machine."""
 POLL_SECONDS = 0.05
 

@@ -43,7 +43,7 @@ def test_a_builtin_p_serves_our_d(mixed: BuiltinAndOurs) -> None:
             request = mixed.traces.ended_request(key)
             assert request.states == ("pending_handshake", "reading", "done")
             assert request.blocks == blocks_of(tokens)
-        assert service.prefill_client.blocks_are_free()  # by notification: the lease is 30 s, the patience 10
+        assert service.prefill_client.blocks_are_free()  # by notification: the lease is 30 s, the patience 20
 
 
 def test_our_p_serves_a_builtin_d(mixed: BuiltinAndOurs) -> None:

@@ -61,7 +61,7 @@ from tests.e2e.metrics_page import (
 )
 from tests.rig.network import BlackHole, dead_params
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(420)]
 
 TOKENS = 100
 REQUESTS = 6

@@ -9,7 +9,15 @@ from __future__ import annotations
 import pytest
 
 from tests.e2e.client import ANSWER_TOKENS, REQUEST_TRANSFER
-from tests.e2e.cluster import BLOCK_BYTES, DECODE_BLOCKS, LEASE_SECONDS, OnePrefillTwoDecode, blocks_of, prompt
+from tests.e2e.cluster import (
+    BLOCK_BYTES,
+    DECODE_BLOCKS,
+    LEASE_SECONDS,
+    SETTLE_SECONDS,
+    OnePrefillTwoDecode,
+    blocks_of,
+    prompt,
+)
 from tests.e2e.engines import BLOCK_SIZE_TOKENS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(420)]
@@ -152,4 +160,4 @@ def test_an_ordinary_request_takes_no_part_in_it(cluster: OnePrefillTwoDecode) -
 
 def test_blocks_come_back_on_both_sides(cluster: OnePrefillTwoDecode) -> None:
     for client in (cluster.fail.prefill_client, cluster.fail.decode_client, cluster.recompute.decode_client):
-        assert client.blocks_are_free()
+        assert client.blocks_are_free(LEASE_SECONDS + SETTLE_SECONDS)
