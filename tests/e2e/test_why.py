@@ -15,16 +15,17 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from connector.observe import catalogue as c
+from connector.observe.traced import TERMINAL
 from tests.e2e.client import PrefillDecode
 from tests.e2e.cluster import (
     DECODE_BLOCKS,
@@ -53,6 +54,7 @@ SILENT_SECONDS = "4"
 too, has used up its time."""
 STARTS_MAX = 2
 """Of the command, whose work an answer may take, its own start included: an operator has it within a second."""
+TRIES = 3
 BYTECODE = ROOT / ".state" / "bytecode"
 ASKS_NOBODY = ("why", "nobody", "--engine", f"{LOOPBACK}:1")
 """Where nothing listens: what the command does before it has heard anything."""
@@ -116,15 +118,21 @@ def engine_option(engine: Engine) -> tuple[str, str]:
 
 
 def why(key: str, engine: Engine, *others: str) -> Said:
-    return timed(key, run("why", key, *engine_option(engine), "--timeout", TIMEOUT_SECONDS, *others))
+    return timed(key, partial(run, "why", key, *engine_option(engine), "--timeout", TIMEOUT_SECONDS, *others))
 
 
-def timed(key: str, said: Said) -> Said:
-    """An answer that takes a second has to wait for it: for other programs, which these tests do not count, or for an
-    engine that does not answer. Its own work is less, by a processor that starts the command in half of one."""
-    _log.info("%s: %s  [%.2f s, %.2f s of them work]", key, said.first_line, said.seconds, said.processor_seconds)
-    assert said.processor_seconds < STARTS_MAX * run(*ASKS_NOBODY).processor_seconds, said.text
-    return said
+def timed(key: str, ask: Callable[[], Said], first: Said | None = None) -> Said:
+    """What `ask` says, or has said first. An answer that takes a second has to wait for it: for other programs, which
+    these tests do not count, or for an engine that does not answer. Its own work is less, by a processor that starts
+    the command in half of one. The time in which a virtual machine stands still may count as work, so what was too much
+    is asked again."""
+    first = said = ask() if first is None else first
+    for _ in range(TRIES):
+        _log.info("%s: %s  [%.2f s, %.2f s of them work]", key, said.first_line, said.seconds, said.processor_seconds)
+        if said.processor_seconds < STARTS_MAX * run(*ASKS_NOBODY).processor_seconds:
+            return first
+        said = ask()
+    pytest.fail(f"more work than {STARTS_MAX} starts of the command, each time: {first.text}")
 
 
 def prefilled(service: PrefillDecode, key: str) -> dict[str, Any]:
@@ -154,7 +162,7 @@ def test_one_that_was_served(cluster: OnePrefillTwoDecode) -> None:
     found = json.loads(why(key, cluster.failing, "--json").text)
     (match,) = found["matches"]
     assert (match["outcome"], match["state"], match["peer"]) == ("served", "done", "the-prefill-engine")
-    from_trace = timed(key, run("why", key, "--trace", str(cluster.traces.directory)))
+    from_trace = timed(key, partial(run, "why", key, "--trace", str(cluster.traces.directory)))
     assert_names(from_trace, "Done", status=0)
 
 
@@ -223,6 +231,15 @@ def test_a_lease_that_has_expired(cluster: OnePrefillTwoDecode) -> None:
 def test_a_prefill_engine_that_is_stopped(cluster: OnePrefillTwoDecode) -> None:
     """All of its processes, in the middle of a READ. The request waits."""
     service, engine, key = cluster.recompute, cluster.recomputing, "why-stopped"
+    silent = (*engine_option(engine), "--timeout", SILENT_SECONDS)
+
+    def ask_again() -> Said:
+        """When P has answered meanwhile."""
+        cluster.prefill.pause()
+        said = run("why", key, *silent)
+        cluster.prefill.resume()
+        return said
+
     assert service.pd(prompt(TOKENS, "why-before-the-stop"), "why-before-the-stop").ok
     compile_command()
     params = prefilled(service, key)
@@ -231,10 +248,10 @@ def test_a_prefill_engine_that_is_stopped(cluster: OnePrefillTwoDecode) -> None:
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(service.decode, prompt(TOKENS, key), params, key)
             cluster.traces.request_in(key, "reading", "proving")
-            said = run("why", key, *engine_option(engine), "--timeout", SILENT_SECONDS)
-            ps = run("ps", *engine_option(engine), "--timeout", SILENT_SECONDS, "--json")
+            said = run("why", key, *silent)
+            ps = run("ps", *silent, "--json")
             cluster.prefill.resume()
-            timed(key, said)
+            timed(key, ask_again, said)
             assert_names(said, "HandshakeTimeout", "does not answer", "the-prefill-engine", status=4)
             assert ps.status == 0, ps.text
             decode, *known = json.loads(ps.text)["engines"]
@@ -380,7 +397,7 @@ def test_a_full_quarantine(two_prefill: TwoPrefillOneDecode) -> None:
     with ThreadPoolExecutor(len(STUCK)) as pool:
         answers = [pool.submit(group.from_hanging.decode, prompt(TOKENS, key), params[key], key) for key in STUCK]
         for key in STUCK:
-            group.traces.request_in(key, "reading")
+            group.traces.request_in(key, "reading", "draining", *TERMINAL["request"])  # see their states below
         assert [each.result().status for each in answers] == [500] * len(STUCK)
     for key in STUCK:
         request = group.traces.ended_request(key)
@@ -396,7 +413,9 @@ def test_a_full_quarantine(two_prefill: TwoPrefillOneDecode) -> None:
     kept = quarantines(decode)
     assert sorted((row["peer"], row["blocks"]) for row in kept) == [(HANGING_ID, blocks_of(TOKENS))] * len(STUCK)
     assert group.from_healthy.alone(prompt(TOKENS, "needs-no-other-engine")).ok
-    page = Page.of(client)
+    page = wait_for(
+        lambda: found if (found := Page.of(client))[c.QUARANTINED_BLOCKS] == STUCK_BLOCKS else None, "the gauge"
+    )
     assert page[c.QUARANTINED_BLOCKS] == STUCK_BLOCKS == sum(row["blocks"] for row in kept)
     assert page[c.QUARANTINED] - before[c.QUARANTINED] == len(STUCK)
     for kind, requests in (("Quarantined", len(STUCK)), ("QuarantineFull", 1)):
@@ -408,7 +427,7 @@ def test_a_full_quarantine(two_prefill: TwoPrefillOneDecode) -> None:
     assert client.blocks_are_free()
     assert_nothing_is_open(client)
     assert Page.of(client)[c.QUARANTINED] == page[c.QUARANTINED]
-    assert served(group, group.from_healthy, "why-after-healthy")
+    served_soon(group, group.from_healthy, "why-after-healthy")
     served_soon(group, group.from_hanging, "why-after-hanging")
     for line in ("from now on nothing is read from any engine", "KV is read again"):
         assert decode.log().count(line) == 1
