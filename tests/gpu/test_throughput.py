@@ -116,8 +116,10 @@ def nixl_alone(memory: DeviceMemory, source: Source, local_ids: np.ndarray, remo
         agent.deregister_memory(registered)
 
 
-async def through_the_port(memory: DeviceMemory, source: Source, page_bytes: int = PAGE_BYTES) -> float:
-    """Seconds of a READ, of as many pages whatever their size."""
+async def through_the_port(
+    memory: DeviceMemory, source: Source, page_bytes: int = PAGE_BYTES, beside: Computing | None = None
+) -> float:
+    """Seconds of a READ, of as many pages whatever their size; `beside` is told of the end of each."""
     kind, count = memory.memory_kind, PAGES[memory.device.type]
     (ours,) = memory.ranges
     send, events = trio.open_memory_channel[NixlEvent](math.inf)
@@ -141,6 +143,8 @@ async def through_the_port(memory: DeviceMemory, source: Source, page_bytes: int
                     assert event.error is None
                     break
             seconds.append(time.perf_counter() - start)
+            if beside is not None:
+                beside.end_read()
         return statistics.median(seconds[1:])
     finally:
         with trio.CancelScope(shield=True):
@@ -151,17 +155,29 @@ class Computing:
     """A thread that computes without a pause, as the engine thread does between its steps."""
 
     def __init__(self) -> None:
-        self.stood_still_seconds = 0.0
-        """The longest time: near that of a READ, its calls keep the interpreter."""
+        self._last = time.perf_counter()
+        self._longest_seconds = 0.0
+        self._of_reads: list[float] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._compute)
 
+    @property
+    def stood_still_seconds(self) -> float:
+        """The longest time in a READ, in the median of all but the first, which connects: near that of a READ, its
+        calls keep the interpreter. In one or the other the machine gave its processors to somebody else."""
+        return statistics.median(self._of_reads[1:])
+
+    def end_read(self) -> None:
+        """What it stands still now belongs to the READ that has ended."""
+        longest = max(self._longest_seconds, time.perf_counter() - self._last)
+        self._of_reads.append(longest)
+        self._longest_seconds = 0.0
+
     def _compute(self) -> None:
-        last = time.perf_counter()
         while not self._stop.is_set():
             now = time.perf_counter()
-            self.stood_still_seconds = max(self.stood_still_seconds, now - last)
-            last = now
+            self._longest_seconds = max(self._longest_seconds, now - self._last)
+            self._last = now
 
     def __enter__(self) -> Computing:
         self._thread.start()
@@ -221,15 +237,15 @@ def test_the_calls_of_a_read_let_the_interpreter_go(
         limit_seconds = max(alone / 2, 4 * sys.getswitchinterval())
         for _ in range(TRIES):
             with Computing() as computing:
-                beside = trio.run(through_the_port, memory, source, page_bytes)
+                beside = trio.run(through_the_port, memory, source, page_bytes, computing)
             print(  # noqa: T201
                 f"{source_device} to {memory.device}, {PAGES[memory.device.type]} pages of {page_bytes} bytes: a READ"
                 f" takes {1e3 * alone:.1f} ms, beside a thread that computes {1e3 * beside:.1f} ms; that one stood"
-                f" still for {1e3 * computing.stood_still_seconds:.1f} ms at most"
+                f" still for {1e3 * computing.stood_still_seconds:.1f} ms at a time"
             )
             if computing.stood_still_seconds < limit_seconds:
                 break
-    assert computing.stood_still_seconds < limit_seconds
+        assert computing.stood_still_seconds < limit_seconds
 
 
 def can_access(device: torch.device, other: torch.device) -> bool:
