@@ -2,7 +2,7 @@
 
 READs go over TCP (`UCX_TLS`), where they are asynchronous: with a prefill engine that is frozen they stay in flight for
 as long as a test wants, which over CMA they never are. All time limits are short, so that each failure can be waited
-for; they are still ten times what a healthy request needs.
+for; they are still longer than a busy machine may keep one process from running.
 
 A test leaves the engines as it found them: no request open, every block free, the prefill engine running. It may
 replace the prefill engine (`restart_prefill`), as the decode engines must not mind.
@@ -28,15 +28,18 @@ BLOCK_TOKENS = 32
 MAX_BATCHED_TOKENS = 128
 """A longer prompt is prefilled in chunks."""
 
-LEASE_SECONDS = 5.0
+LEASE_SECONDS = 8.0
 """Longer than a request may take: a READ that hangs ends by the time limit of its request. And half of it is longer
 than a busy machine may stand still."""
-HANDSHAKE_SECONDS = 3.0
-REQUEST_SECONDS = 4.0
+HANDSHAKE_SECONDS = 6.0
+REQUEST_SECONDS = 7.0
 QUIESCE_SECONDS = 1.0
 GRACE_SECONDS = 0.2
 TIME_LIMITS = ("HandshakeTimeout", "DeadlineExceeded", "PeerSilent", "LeaseNotProven")
 """Failures of a request whose prefill engine was waited for until a time limit."""
+
+LONG_HANDSHAKE: dict[str, Any] = {"handshake_timeout_seconds": 20.0}
+"""For engines of which no test wants a time limit: the default is shorter than a busy machine may stand still."""
 
 SHAPE: dict[str, Any] = {"layers": LAYERS, "blocks": BLOCKS, "max_batched_tokens": MAX_BATCHED_TOKENS}
 
@@ -127,7 +130,7 @@ class House:
     def expect_whole(self) -> None:
         """No request is open anywhere and every block is free."""
         for engine in (self.prefill, *self.decode_engines):
-            engine.wait_until_whole(20)
+            engine.wait_until_whole(30)
 
 
 def check_pair(prefill: EngineRig, decode: EngineRig, name: str, *, shared_tokens: int, freed_seconds: float) -> None:

@@ -16,8 +16,8 @@ from tests.rig import BUILTIN, EngineRig, RequestSpec, engine_pair, prompt
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
-_BUILTIN_LEASE_SECONDS = 8
-_FREED_SECONDS = 5
+_BUILTIN_LEASE_SECONDS = 12
+_FREED_SECONDS = 8
 """Blocks that are free by then were released by the consumer, not by the end of the lease."""
 
 Pair = tuple[EngineRig, EngineRig]

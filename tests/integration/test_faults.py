@@ -111,12 +111,13 @@ def test_blocks_of_a_read_that_never_ends_are_quarantined(house: House, policy: 
     decode, name = engine_of(house, policy), f"endless-{policy}"
     tokens = prompt(name, 5 * BLOCK_TOKENS)
     with endless_read(house, decode, name, tokens):
-        started = time.monotonic()
         outcome = decode.wait(name, REQUEST_SECONDS + QUIESCE_SECONDS + _TOLERANCE)
-        assert time.monotonic() - started > QUIESCE_SECONDS
         check_not_loaded(decode, outcome, tokens)
         path = house.traces.wait_for_state("request", name, "failed")
         assert path == ["pending_handshake", "reading", "draining", "failed"]
+        records = house.traces.records("request", name)
+        draining = next(record for record in records if record.to_state == "draining")
+        assert records[-1].mono_ns - draining.mono_ns >= QUIESCE_SECONDS * 1e9
         assert house.traces.reason("request", name) == "Quarantined"
         quarantined = decode.inspect().unowned_blocks
         assert len(quarantined) == 5
@@ -164,15 +165,19 @@ def test_an_aborted_request_whose_read_never_ends_is_quarantined_too(house: Hous
 def test_an_abort_in_mid_read_waits_for_the_read_and_then_frees_both_sides(house: House) -> None:
     """Scenario 8: nothing is freed while the READ lands; then D's blocks are, and P is told that it may."""
     tokens = prompt("aborted-reading", 5 * BLOCK_TOKENS)
-    with endless_read(house, house.decode, "aborted-reading", tokens):
-        house.decode.abort("aborted-reading")
-        house.traces.wait_for_state("request", "aborted-reading", "draining")
-        assert house.decode.snapshot().free_blocks == USABLE_BLOCKS - 5
-    house.decode.wait_until_whole(20)
-    path = house.traces.wait_for_state("request", "aborted-reading", "failed")
-    assert path == ["pending_handshake", "reading", "draining", "failed"]
-    assert house.traces.reason("request", "aborted-reading") == "AbortedByClient"
-    house.traces.expect_plain_lease("aborted-reading")
+    # The READ is waited for until the test has seen what it wants, and P runs again.
+    patience = {**house.decode.options.extra_config, "quiesce_timeout_seconds": 60.0}
+    with house.extra_engine(extra_config=patience) as decode:
+        decode.wait_ready()
+        with endless_read(house, decode, "aborted-reading", tokens):
+            decode.abort("aborted-reading")
+            house.traces.wait_for_state("request", "aborted-reading", "draining")
+            assert decode.snapshot().free_blocks == USABLE_BLOCKS - 5
+        decode.wait_until_whole(20)
+        path = house.traces.wait_for_state("request", "aborted-reading", "failed")
+        assert path == ["pending_handshake", "reading", "draining", "failed"]
+        assert house.traces.reason("request", "aborted-reading") == "AbortedByClient"
+        house.traces.expect_plain_lease("aborted-reading")
 
 
 # ---- a prefill engine that dies
@@ -197,7 +202,7 @@ def test_a_killed_prefill_engine_fails_its_reads_and_its_successor_is_used(
         path = house.traces.wait_for("request", outcome.request_id, lambda path: path[-1:] in (["failed"], ["expired"]))
         assert path[:2] == ["pending_handshake", "reading"]
         # Unless the engine took longer to die than its requests had: until then nobody can see that it will.
-        if was_dying_seconds < REQUEST_SECONDS:
+        if was_dying_seconds < REQUEST_SECONDS / 2:
             assert house.traces.reason("request", outcome.request_id) != "Quarantined"
     decode.wait_until_whole(20)
 

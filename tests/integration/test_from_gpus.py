@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.house import check_not_loaded, check_pair
+from tests.integration.house import LONG_HANDSHAKE, check_not_loaded, check_pair
 from tests.rig import BUILTIN, OURS, EngineOptions, EngineRig, free_port, prompt
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -37,13 +37,13 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     shape: dict[str, Any] = {"layers": 2, "blocks": 128, "max_requests": 8}
     on_gpus: dict[str, Any] = {"keeps_token_order": True, "max_batched_tokens": 96, **shape}
     on_cpus: dict[str, Any] = {"computes_on_cpus": True, "block_size_tokens": DECODE_BLOCK, **shape}
-    lenient = {"enforce_handshake_compat": False}
+    lenient = {"enforce_handshake_compat": False} | LONG_HANDSHAKE
     options = (
         EngineOptions(OURS, "kv_producer", free_port(), layout="LBNHC", block_size_tokens=16, **on_gpus),
         EngineOptions(OURS, "kv_producer", free_port(), layout="LBHNC", block_size_tokens=DECODE_BLOCK, **on_gpus),
         EngineOptions(BUILTIN, "kv_producer", free_port(), layout="LBHNC", block_size_tokens=32, **on_gpus),
         EngineOptions(OURS, "kv_consumer", free_port(), extra_config=lenient, **on_cpus),
-        EngineOptions(OURS, "kv_consumer", free_port(), **on_cpus),
+        EngineOptions(OURS, "kv_consumer", free_port(), extra_config=LONG_HANDSHAKE, **on_cpus),
     )
     directory = tmp_path_factory.mktemp("from-gpus")
     with ExitStack() as stack:

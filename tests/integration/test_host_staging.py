@@ -30,7 +30,7 @@ from connector.protocol import Command, GroupPull, LeaseComputing, LeaseGranted,
 from connector.step_metadata import HandshakeMetadata, StepMetadata
 from connector.worker.host_staging import CopyOperationMissing
 from statemachine.lease import LeaseName
-from tests.integration.house import BLOCK_TOKENS, check_loaded
+from tests.integration.house import BLOCK_TOKENS, LONG_HANDSHAKE, check_loaded
 from tests.rig import BUILTIN, OURS, EngineOptions, EngineRig, RequestSpec, free_port, prompt
 from tests.rig.accelerator import DEVICE_TYPE, copy_blocks
 from tests.rig.listener import make_listener_thread
@@ -61,7 +61,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     chunks: dict[str, Any] = {"max_batched_tokens": BLOCK_TOKENS + BLOCK_TOKENS // 2}
     options = (
         EngineOptions(OURS, "kv_producer", free_port(), layout="LBNHC", permutes=True, **chunks, **shape),
-        EngineOptions(OURS, "kv_consumer", free_port(), **shape),
+        EngineOptions(OURS, "kv_consumer", free_port(), extra_config=LONG_HANDSHAKE, **shape),
         EngineOptions(BUILTIN, "kv_consumer", free_port(), **shape),
     )
     directory = tmp_path_factory.mktemp("staged")
@@ -135,6 +135,7 @@ class Worker:
         config = copy.copy(config)
         config.kv_transfer_config = copy.copy(config.kv_transfer_config)
         config.kv_transfer_config.engine_id = engine_id
+        config.kv_transfer_config.kv_connector_extra_config = LONG_HANDSHAKE
         config.kv_transfer_config.kv_buffer_device = "cpu" if kind.staged else DEVICE_TYPE
         self.connector = NixlActorConnector(config, KVConnectorRole.WORKER, self.caches)
 

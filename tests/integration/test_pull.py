@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from tests.rig import BlackHole, RequestSpec, dead_params, prompt
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 _RACES = 12
+_ATTEMPTS = 3
 
 
 def test_prompts_of_all_lengths_in_one_step(house: House) -> None:
@@ -113,11 +115,12 @@ def test_abort_races_the_read_and_the_first_tokens(house: House) -> None:
 
 
 def test_preemption_takes_blocks_away_and_the_answers_stay_right(house: House) -> None:
-    """Two requests that fit when they are loaded and do not when they grow."""
-    blocks = USABLE_BLOCKS // 2 - 3
+    """Two requests that fit when they are loaded and do not when one grows, also if the other is still loading then."""
+    blocks, more_blocks = USABLE_BLOCKS // 2 - 3, 8
+    assert 2 * blocks < USABLE_BLOCKS < 2 * blocks + more_blocks
     prompts = {name: prompt(name, blocks * BLOCK_TOKENS) for name in ("stays", "preempted")}
     params = house.prefill.prefill_all(prompts)
-    new_tokens = 6 * BLOCK_TOKENS
+    new_tokens = more_blocks * BLOCK_TOKENS
     house.decode.submit(*(RequestSpec(name, tokens, new_tokens, params[name]) for name, tokens in prompts.items()))
     outcomes = house.decode.wait_all(list(prompts))
     assert sum(outcome.preemptions for outcome in outcomes) > 0
@@ -234,23 +237,24 @@ def test_unknown_keys_are_ignored(house: House) -> None:
 
 
 def test_a_dead_prefill_engine_delays_nobody_else(house: House) -> None:
-    """Scenario 61: a healthy request is served at once while eight wait for prefill engines that hang."""
-    tokens = {name: prompt(name, 64) for name in ("alone", "healthy")}
-    house.expect_loaded(house.decode, "alone", tokens["alone"])
-    holes = [BlackHole() for _ in range(8)]
-    try:
-        dead = {f"dead-{number}": dead_params(hole.port, 1) for number, hole in enumerate(holes)}
-        house.decode.submit(*(RequestSpec(name, prompt(name, 20), 1, params) for name, params in dead.items()))
-        house.expect_loaded(house.decode, "healthy", tokens["healthy"])
-        waiting = sum(not house.decode.has_ended(name) for name in dead)
-        outcomes = house.decode.wait_all(list(dead), 20)
-    finally:
-        for hole in holes:
-            hole.close()
+    """Scenario 61: a healthy request is served at once while eight wait for prefill engines that hang. Once more if the
+    machine stood still for so long that they had ended."""
+    house.expect_loaded(house.decode, "alone", prompt("alone", 64))
+    waiting = 0
+    for attempt in range(_ATTEMPTS):
+        with ExitStack() as stack:
+            holes = [stack.enter_context(BlackHole()) for _ in range(8)]
+            dead = {f"dead-{attempt}-{number}": dead_params(hole.port, 1) for number, hole in enumerate(holes)}
+            house.decode.submit(*(RequestSpec(name, prompt(name, 20), 1, params) for name, params in dead.items()))
+            house.expect_loaded(house.decode, f"healthy-{attempt}", prompt(f"healthy-{attempt}", 64))
+            waiting = sum(not house.decode.has_ended(name) for name in dead)
+            outcomes = house.decode.wait_all(list(dead), 10 * HANDSHAKE_SECONDS)
+        for outcome in outcomes:
+            check_not_loaded(house.decode, outcome, [])
+            assert outcome.ended_ns - outcome.submitted_ns < 10 * HANDSHAKE_SECONDS * 1e9
+        if waiting == len(dead):
+            break
     assert waiting == len(dead), "the dead had ended before the healthy one was served: nothing is shown"
-    for outcome in outcomes:
-        check_not_loaded(house.decode, outcome, [])
-        assert outcome.ended_ns - outcome.submitted_ns < 10 * HANDSHAKE_SECONDS * 1e9
 
 
 def test_the_engine_thread_calls_neither_nixl_nor_zmq(house: House) -> None:

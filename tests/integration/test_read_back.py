@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.house import BLOCK_TOKENS, SHAPE, check_loaded
+from tests.integration.house import BLOCK_TOKENS, LONG_HANDSHAKE, SHAPE, check_loaded
 from tests.rig import BUILTIN, OURS, Check, EngineRig, RequestOutcome, RequestSpec, engine_pair, expected_output, prompt
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -23,11 +23,11 @@ OPTIONS = {
     "bidirectional_kv_xfer": True,
     "kv_recompute_threshold": BLOCK_TOKENS,
     "decoder_kv_blocks_ttl": TTL_SECONDS,
-    "kv_lease_duration": 8,
-}
+    "kv_lease_duration": 25,
+} | LONG_HANDSHAKE
 REMOTE_DECODE: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
 ANSWER = 5
-_FREED_SECONDS = 4
+_FREED_SECONDS = 10
 """Blocks that are free by then were released, and did not wait for the end of a lease."""
 
 

@@ -89,7 +89,7 @@ def test_a_request_that_is_still_computing_cannot_be_freed_by_a_notification(hou
     """Scenario 19. vLLM's scheduler ends the engine core when a request is freed that has not finished. Here the prompt
     is computed to its end. A whole release counts once the lease is granted, so that D is refused and computes; half of
     one leaves D what it came for."""
-    with house.extra_engine(forward=Forward.SLEEPS, forward_seconds=0.2) as engine, stranger() as sender:
+    with house.extra_engine(forward=Forward.SLEEPS, forward_seconds=0.4) as engine, stranger() as sender:
         engine.wait_ready()
         peer = sender.meet(agent_metadata(engine))
         for name, consumers, then in (("released-early", 1, "done"), ("half-released-early", 2, "held")):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.house import BLOCK_TOKENS, SHAPE, check_loaded, check_not_loaded
+from tests.integration.house import BLOCK_TOKENS, LONG_HANDSHAKE, SHAPE, check_loaded, check_not_loaded
 from tests.integration.traces import Traces
 from tests.rig import OURS, EngineRig, engine_pair, prompt
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 @pytest.fixture(scope="module", params=["all", "sampled"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     directory: Path = tmp_path_factory.mktemp("verify")
-    options = {"verify": request.param, "trace_directory": str(directory / "traces")}
+    options = {"verify": request.param, "trace_directory": str(directory / "traces")} | LONG_HANDSHAKE
     with engine_pair(OURS, directory, extra_config=options, **SHAPE) as (prefill, decode):
         yield prefill, decode, Traces(directory / "traces"), request.param
 

@@ -10,7 +10,7 @@ from connector.observe.trace_log import read_trace
 from statemachine.trace import TransitionRecord
 from tests.plain_paths import LEASE_PATHS_PLAIN, REQUEST_PATHS_PLAIN
 
-TRACE_SECONDS = 10.0
+TRACE_SECONDS = 30.0
 """How long a record that must come is waited for; it comes within milliseconds."""
 
 
