@@ -37,8 +37,8 @@ _WARM_UP_ROUNDS = 10
 """By then each pool, cache and buffer has reached its size."""
 _DEAD_ENGINES = 4
 _ROUNDS_TO_WAIT = 8
-_HANDSHAKE_SECONDS = 1.0
-_LEASE_SECONDS = 5.0
+_HANDSHAKE_SECONDS = 3.0
+_LEASE_SECONDS = 8.0
 """What blocks wait for whose request was too malformed to say whom to tell."""
 _DESCRIPTORS_GROWTH_MAX = 2
 _THREADS_GROWTH_MAX = 2
@@ -193,8 +193,8 @@ _LIVES = 9
 _LOADED_IN_A_LIFE = 4
 _LIFE_BLOCKS = 64
 _LIFE_OPTIONS = {
-    "kv_lease_duration": 3.0,
-    "handshake_timeout_seconds": 1.0,
+    "kv_lease_duration": 8.0,
+    "handshake_timeout_seconds": 3.0,
     "quiesce_timeout_seconds": 1.0,
     "backoff_initial_seconds": 0.2,
     "backoff_max_seconds": 0.4,
