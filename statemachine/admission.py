@@ -21,7 +21,8 @@ time. What is left to decide is how much work anybody can cause, and how much me
 * Somebody may wait while no descriptor is left. Then the oldest that has never said anything that was understood makes
   room, and no other: who is heard has a quarter of the descriptors at most, so it is somebody else who uses them up.
 * A message has to come to its end. What a connection has received beyond its whole messages is of one that has not. If
-  that is more than a message may have, the connection is cut off; the transport would keep all of it. Behind a message
+  that is more than a message may have, the connection is cut off; the transport would keep all of it. What it has not
+  read yet is none of that, but counts when all connections together have received too much. Behind a message
   that was taken just before, others may wait that are whole. So such a connection may have received more, and does not
   count when the unfinished messages of all connections together are too large, and the largest goes.
 * A message that has far more frames than any engine sends costs its sender two bytes a frame, and the listener so much
@@ -258,15 +259,15 @@ class Admission:
         """There is none for a connection that waits to be accepted."""
         return [self._cut_off_one(NO_DESCRIPTORS)] if self._strange else []
 
-    def measured(self, received: Iterable[tuple[int, int]], now_ns: int, untaken: Untaken) -> list[CutOff]:
-        """So many bytes each of these connections has received since it was opened. Over the others nothing has come
-        since they were measured."""
+    def measured(self, received: Iterable[tuple[int, int, int]], now_ns: int, untaken: Untaken) -> list[CutOff]:
+        """So many bytes each of these connections has received since it was opened, and so many of them the transport
+        has not read yet. Over the others nothing has come since they were measured."""
         limits = self._limits
         is_flooded = self._dropped_of_nobody > limits.dropped_max
         unheard_bytes_max = UNHEARD_BYTES_IN_A_FLOOD if is_flooded else limits.unfinished_bytes_max
         self._dropped_of_nobody = 0
         cut_off = []
-        for connection, received_bytes in received:
+        for connection, received_bytes, unread_bytes in received:
             known = self._connections.get(connection)
             if known is None:
                 continue
@@ -284,7 +285,8 @@ class Admission:
                 bytes_max += limits.waiting_bytes_max
             self._set_unfinished(known, 0 if known.is_heard else unfinished_bytes)
             known.is_heard = False
-            if unfinished_bytes > bytes_max:
+            # What was not read may be whole messages; the transport keeps none of it.
+            if unfinished_bytes - unread_bytes > bytes_max:
                 cut_off.append(self._cut_off_for_cause(connection, ENDLESS, now_ns))
         if untaken is not Untaken.ALL:
             self._left_bytes = 0

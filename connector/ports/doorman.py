@@ -8,6 +8,9 @@ has accepted and closed, and with each message over which of them it came. That 
   something comes just now, as an epoll says, is measured at once. Who sends without a pause is among them.
 * A whole message that nobody has taken yet must not pass for the beginning of one. So connections are measured when
   there is none (the ROUTER is empty), or when each has had its turn since: libzmq hands out their messages in turns.
+* What the kernel has of a connection is not libzmq's yet, and may be whole messages, however many: the thread of libzmq
+  that reads them may get no turn for a while (a container that has used up its quota stands still as a whole, and
+  this thread may go on first). The kernel keeps no more than the receive buffer holds.
 * When the process stood still between the look for messages and the measurement, whole ones may have come meanwhile.
   What was measured is forgotten then, and measured again a moment later.
 * What libzmq says of accepted and closed descriptors is read before anything is done about it: a descriptor may have
@@ -42,7 +45,7 @@ import zmq
 
 from connector.addresses import without_interface
 from connector.clock import NS_PER_SECOND, BootClock
-from connector.ports.tcp import peer_address, received_bytes, waiting
+from connector.ports.tcp import peer_address, received_bytes, unread_bytes, waiting
 from statemachine.admission import MANY_FRAMES, Admission, AdmissionLimits, CutOff, Untaken, Verdict
 
 Socket: TypeAlias = "zmq.Socket[bytes]"
@@ -317,10 +320,14 @@ class Doorman:
         busy = [self._by_descriptor.get(descriptor, GONE) for descriptor, _ in self._busy.poll(0, MEASURED_AT_A_TIME)]
         in_turn = self._unmeasured[-MEASURED_AT_A_TIME:]
         del self._unmeasured[-MEASURED_AT_A_TIME:]
-        received = [
-            (number, received_bytes(self._connections[number].descriptor))
+        descriptors = [
+            (number, self._connections[number].descriptor)
             for number in dict.fromkeys((*busy, *in_turn))
             if number in self._connections
+        ]
+        # In this order what comes between the two questions counts as not read.
+        received = [
+            (number, received_bytes(descriptor), unread_bytes(descriptor)) for number, descriptor in descriptors
         ]
         self._measured_ns = self._clock.now_ns()
         if untaken is not Untaken.ALL and self._is_late():

@@ -2,13 +2,16 @@
 closed any moment.
 
 libzmq keeps the parts of a message until the last one has come, however many they are, and tells nobody. The bytes
-that have come over a connection since its last whole message are what it may keep: `TCP_INFO` of Linux has them.
+that have come over a connection since its last whole message are what it may keep: `TCP_INFO` of Linux has them. Those
+that libzmq has not read yet are the kernel's, which keeps no more than the receive buffer holds.
 """
 
 from __future__ import annotations
 
+import fcntl
 import socket
 import struct
+import termios
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -17,6 +20,8 @@ T = TypeVar("T")
 _RECEIVED_BYTES = struct.Struct("128xQ")
 """Where `tcpi_bytes_received` is in `struct tcp_info`."""
 
+_COUNT = struct.Struct("i")
+
 _WAITING = struct.Struct("24xI")
 """Where `tcpi_unacked` is, which for a listener is the length of its queue."""
 
@@ -24,6 +29,14 @@ _WAITING = struct.Struct("24xI")
 def received_bytes(descriptor: int) -> int:
     """Since it was opened; 0 when the connection has ended already."""
     return _tcp_info(descriptor, _RECEIVED_BYTES)
+
+
+def unread_bytes(descriptor: int) -> int:
+    """Of them, those that the kernel still has; 0 when the connection has ended already."""
+    try:
+        return int(_COUNT.unpack(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(_COUNT.size)))[0])
+    except OSError:
+        return 0
 
 
 def waiting(listener: int) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import functools
 import ipaddress
 import os
@@ -15,10 +14,8 @@ import random
 import resource
 import select
 import socket
-import struct
 import subprocess
 import sys
-import termios
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
@@ -29,7 +26,7 @@ import trio
 
 from connector.clock import NS_PER_SECOND
 from connector.ports import doorman, side_channel, zmq_bridge
-from connector.ports.tcp import peer_address, received_bytes
+from connector.ports.tcp import peer_address, received_bytes, unread_bytes
 from connector.ports.zmq_bridge import ZmqListener, ZmqSideChannel
 from statemachine import admission
 from tests.attack.zmtp import (
@@ -61,14 +58,9 @@ M_TRIM_THRESHOLD = -1
 """Of glibc's malloc.h."""
 
 
-def may_be_unfinished(bytes_max: int, **others: Any) -> Callable[..., admission.AdmissionLimits]:
-    """Limits of a listener of which each connection may have received so much beyond its whole messages. What the
-    kernel keeps counts as well: while libzmq's thread has no turn that is half a megabyte, whole messages or not."""
-
-    def limits(**of_listener: Any) -> admission.AdmissionLimits:
-        return admission.AdmissionLimits(**of_listener | {"unfinished_bytes_max": bytes_max} | others)
-
-    return limits
+def a_hundred_kib_unfinished(**limits: Any) -> admission.AdmissionLimits:
+    """Are what a connection may have received beyond its whole messages."""
+    return admission.AdmissionLimits(**limits | {"unfinished_bytes_max": 100 << 10})
 
 
 class Door:
@@ -169,12 +161,6 @@ def resident_bytes() -> int:
     with contextlib.suppress(AttributeError):  # no glibc
         ctypes.CDLL(None).malloc_trim(0)
     return process.resident_bytes()
-
-
-def unread_bytes(descriptor: int) -> int:
-    """Which the kernel keeps."""
-    (count,) = struct.unpack("i", fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))
-    return int(count)
 
 
 def send_until_ended(connection: socket.socket, piece: bytes, bytes_max: int) -> int:
@@ -342,8 +328,7 @@ def test_the_oldest_stranger_makes_room(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_flood_is_ended_while_who_was_there_before_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = may_be_unfinished(64 * MB, shut_out_ns=60 * NS_PER_SECOND)
-    monkeypatch.setattr(zmq_bridge, "AdmissionLimits", limits)
+    monkeypatch.setattr(zmq_bridge, "AdmissionLimits", MINUTE_OUTSIDE)
 
     async def test() -> None:
         async with door(units=1000) as listening:
@@ -368,10 +353,9 @@ def test_a_flood_is_ended_while_who_was_there_before_is_served(monkeypatch: pyte
     run(test)
 
 
-def test_what_the_kernel_has_of_a_flood_goes_with_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_kernel_has_of_a_flood_goes_with_its_connection() -> None:
     """Thousands of small messages, of which each would take its turn between those of others. libzmq reads no more of a
     connection that has ended while its messages wait."""
-    monkeypatch.setattr(zmq_bridge, "AdmissionLimits", may_be_unfinished(64 * MB))
 
     async def test() -> None:
         async with door(units=1000) as listening:
@@ -732,7 +716,7 @@ def test_messages_that_wait_are_not_without_end(monkeypatch: pytest.MonkeyPatch)
 def test_several_messages_of_one_engine_that_wait_are_not_one_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a pause of the loop there may be some of one connection, which are larger than what one may be."""
 
-    monkeypatch.setattr(zmq_bridge, "AdmissionLimits", may_be_unfinished(100 << 10))
+    monkeypatch.setattr(zmq_bridge, "AdmissionLimits", a_hundred_kib_unfinished)
 
     async def test() -> None:
         async with door() as listening:
@@ -749,6 +733,32 @@ def test_several_messages_of_one_engine_that_wait_are_not_one_without_end(monkey
                 while listening.served < 1 + 2 * (turn + 1):
                     await trio.sleep(0.01)
             assert listening.cut_off == []
+
+    run(test)
+
+
+def test_what_libzmq_has_not_read_yet_is_not_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread may get no turn while the kernel goes on."""
+    unread = True
+
+    def unread_bytes_of_the_kernel(descriptor: int) -> int:
+        return received_bytes(descriptor) if unread else unread_bytes(descriptor)
+
+    monkeypatch.setattr(doorman, "unread_bytes", unread_bytes_of_the_kernel)
+
+    async def test() -> None:
+        nonlocal unread
+        async with door() as listening:
+            with await listening.stranger(HELLO) as stranger:
+                await listening.until_known(1)
+                await trio.to_thread.run_sync(stranger.sendall, endless() * 8)
+                while listening.received() < 8 * len(endless()):
+                    await trio.sleep(0.01)
+                await trio.sleep(0.3)  # it is measured some times
+                assert listening.cut_off == []
+                unread = False
+                await listening.until_cut_off(1)
+                assert listening.cut_off == [(STRANGER, admission.ENDLESS)]
 
     run(test)
 

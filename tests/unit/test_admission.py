@@ -70,8 +70,11 @@ class Door:
             verdicts.append(self.says(connection))
         return verdicts
 
-    def measure(self, received: Iterable[tuple[int, int]], untaken: Untaken = Untaken.NONE) -> list[CutOff]:
-        cut_off = self.core.measured(received, self.now_ns, untaken)
+    def measure(
+        self, received: Iterable[tuple[int, int]], untaken: Untaken = Untaken.NONE, unread_bytes: int = 0
+    ) -> list[CutOff]:
+        sizes = [(connection, received_bytes, unread_bytes) for connection, received_bytes in received]
+        cut_off = self.core.measured(sizes, self.now_ns, untaken)
         self.cut_off += cut_off
         return cut_off
 
@@ -218,6 +221,17 @@ def test_a_message_without_end_is_ended() -> None:
         door.measure([(endless, received), (engine, received)])
     assert door.cut_off == [CutOff(endless, "stranger", admission.ENDLESS)]
     assert received == 12 * MB
+
+
+def test_what_the_transport_has_not_read_is_no_message_without_end() -> None:
+    """Its thread had no turn: what has come meanwhile may be many whole messages."""
+    door = Door()
+    engine = door.open("engine")
+    door.says(engine)
+    door.measure([(engine, 0)])
+    received = LIMITS.unfinished_bytes_max + admission.HANDSHAKE_BYTES_MAX + MB
+    assert door.measure([(engine, received)], unread_bytes=MB) == []
+    assert door.measure([(engine, received + 1)], unread_bytes=MB) == [CutOff(engine, "engine", admission.ENDLESS)]
 
 
 def test_whole_messages_may_wait_behind_one_that_was_taken() -> None:

@@ -170,8 +170,15 @@ MUTANTS = (
         rule="a message has to end",
         row=38,
         broken="libzmq keeps parts of a message that has no last one until the machine has no memory left",
-        changes=(Edit(Admission.measured, "unfinished_bytes > bytes_max:", "False:"),),
+        changes=(Edit(Admission.measured, "unfinished_bytes - unread_bytes > bytes_max:", "False:"),),
         place=ByTest(f"{CORE}::test_a_message_without_end_is_ended"),
+    ),
+    Mutant(
+        name="what nobody has read has no end",
+        rule="a message has to end",
+        broken="an engine is cut off for whole messages that libzmq's thread had no turn to read",
+        changes=(Edit(Admission.measured, "unfinished_bytes - unread_bytes >", "unfinished_bytes >"),),
+        place=ByTest(f"{CORE}::test_what_the_transport_has_not_read_is_no_message_without_end"),
     ),
     Mutant(
         name="each may keep as much unfinished",
