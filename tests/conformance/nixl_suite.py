@@ -924,9 +924,9 @@ class NixlPortSuite(ABC):
         async def scenario(world: NixlWorld) -> None:
             reader, *_ = await reader_and_source(world)
             await reader.recorder.end_of(await reader.post([0], [0]))
-            assert await reader.port.aclose(1) == []
+            assert await reader.port.aclose(30) == []
             await refuses_every_call(reader)
-            assert await reader.port.aclose(1) == []
+            assert await reader.port.aclose(30) == []
             assert reader.port.counts().remote_agents == reader.port.counts().descriptor_lists == 0
 
         self.run(scenario)
@@ -948,7 +948,7 @@ class NixlPortSuite(ABC):
             await world.break_port(reader.port)
             await reader.recorder.until(lambda: any(isinstance(e, PortBroken) for e in reader.recorder.events))
             await refuses_every_call(reader)
-            assert await reader.port.aclose(1) == []
+            assert await reader.port.aclose(30) == []
             await trio.sleep(0.1)
             assert sum(isinstance(event, PortBroken) for event in reader.recorder.events) == 1
 
