@@ -295,7 +295,7 @@ def test_without_descriptors_newcomers_wait_if_there_is_no_stranger(engines: int
                 await is_greeted(late)
             assert listening.cut_off == []
             stranger, said = listening.refused[0]
-            assert stranger == zmq_bridge.NEWCOMERS
+            assert stranger == zmq_bridge.channel.NEWCOMERS
             assert "no file descriptor is left in this process, and 1 wait" in said
             looks_per_second = NS_PER_SECOND // doorman.MEASURED_EVERY_NS
             assert len(listening.refused) <= 2 + seconds * looks_per_second, "said more often than it is looked"
@@ -306,7 +306,8 @@ def test_without_descriptors_newcomers_wait_if_there_is_no_stranger(engines: int
 def test_the_oldest_stranger_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a greeting, a whole one, or none: all the same."""
     monkeypatch.setattr(doorman, "CONNECTIONS_MAX", 8)
-    monkeypatch.setattr(zmq_bridge, "GREETING_LIMIT_SECONDS", SECONDS)  # who has not greeted is ended by nobody else
+    # Who has not greeted is ended by nobody else.
+    monkeypatch.setattr(zmq_bridge.channel, "GREETING_LIMIT_SECONDS", SECONDS)
 
     async def test() -> None:
         async with door() as listening:
@@ -328,7 +329,7 @@ def test_the_oldest_stranger_makes_room(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_flood_is_ended_while_who_was_there_before_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zmq_bridge, "AdmissionLimits", MINUTE_OUTSIDE)
+    monkeypatch.setattr(zmq_bridge.channel, "AdmissionLimits", MINUTE_OUTSIDE)
 
     async def test() -> None:
         async with door(units=1000) as listening:
@@ -402,7 +403,7 @@ def test_a_message_of_very_many_frames_is_dropped_in_pieces() -> None:
                     turns += 1
                 await engine.receive()
                 assert await trio.to_thread.run_sync(is_ended, stranger, ENDED_SECONDS)
-            assert turns >= 50_000 // zmq_bridge.DROPPED_AT_A_TIME // 2
+            assert turns >= 50_000 // zmq_bridge.listener.DROPPED_AT_A_TIME // 2
             assert listening.cut_off == [(STRANGER, admission.MANY_FRAMES)]
             assert listening.listener.counts().oversized_requests == 1
             with await listening.stranger(*HELLO_AND_A_WORD) as again:
@@ -431,7 +432,7 @@ def test_nobody_is_let_in_while_nobody_is_heard(monkeypatch: pytest.MonkeyPatch)
                 known = listening.listener._doorman._connections
                 with monkeypatch.context() as patched:
                     # Not before he is there are the other frames dropped: his thread, or libzmq's, may be slow.
-                    patched.setattr(zmq_bridge, "DROPPED_AT_A_TIME", 0)
+                    patched.setattr(zmq_bridge.listener, "DROPPED_AT_A_TIME", 0)
                     while NEIGHBOUR not in {each.address for each in known.values()}:
                         await trio.lowlevel.checkpoint()
                 assert listening.listener._dropping is not None, "the test shows nothing"
@@ -461,7 +462,7 @@ def test_many_messages_of_many_frames_are_dropped_in_pieces() -> None:
                 while listening.listener.counts().oversized_requests < count:
                     await trio.lowlevel.checkpoint()
                     turns += 1
-            assert turns >= count * frames // zmq_bridge.DROPPED_AT_A_TIME // 2
+            assert turns >= count * frames // zmq_bridge.listener.DROPPED_AT_A_TIME // 2
             assert listening.cut_off == []
 
     run(test)
@@ -563,7 +564,7 @@ def test_what_was_left_is_not_paid_by_whose_descriptor_it_has() -> None:
 def test_who_leaves_frames_behind_and_comes_again_is_shut_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each connection sends messages with some frames too many, and ends before they are taken: nobody pays for them
     but the address."""
-    monkeypatch.setattr(zmq_bridge, "AdmissionLimits", MINUTE_OUTSIDE)
+    monkeypatch.setattr(zmq_bridge.channel, "AdmissionLimits", MINUTE_OUTSIDE)
 
     async def test() -> None:
         async with door() as listening:
@@ -620,7 +621,7 @@ def mapped(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 def test_nobody_pays_for_who_had_its_descriptor_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others have come and gone over it while the loop did not look."""
     seldom = partial(admission.AdmissionLimits, connects=5, connects_per_second=0)
-    monkeypatch.setattr(zmq_bridge, "AdmissionLimits", seldom)
+    monkeypatch.setattr(zmq_bridge.channel, "AdmissionLimits", seldom)
 
     async def test() -> None:
         async with door() as listening:
@@ -693,7 +694,7 @@ def test_messages_that_wait_are_not_without_end(monkeypatch: pytest.MonkeyPatch)
     """After a pause of the loop there may be some of each connection, which are larger together than what may be
     unfinished."""
     little = partial(admission.AdmissionLimits, unfinished_bytes_total_max=64 << 10)
-    monkeypatch.setattr(zmq_bridge, "AdmissionLimits", little)
+    monkeypatch.setattr(zmq_bridge.channel, "AdmissionLimits", little)
 
     async def test() -> None:
         async with door() as listening:
@@ -716,7 +717,7 @@ def test_messages_that_wait_are_not_without_end(monkeypatch: pytest.MonkeyPatch)
 def test_several_messages_of_one_engine_that_wait_are_not_one_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a pause of the loop there may be some of one connection, which are larger than what one may be."""
 
-    monkeypatch.setattr(zmq_bridge, "AdmissionLimits", a_hundred_kib_unfinished)
+    monkeypatch.setattr(zmq_bridge.channel, "AdmissionLimits", a_hundred_kib_unfinished)
 
     async def test() -> None:
         async with door() as listening:
@@ -784,7 +785,7 @@ class StandsStill:
 def test_messages_that_come_while_connections_are_measured_are_not_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing waited when that began; and then another thread had the interpreter, or garbage was collected."""
     little = partial(admission.AdmissionLimits, unfinished_bytes_total_max=64 << 10)
-    monkeypatch.setattr(zmq_bridge, "AdmissionLimits", little)
+    monkeypatch.setattr(zmq_bridge.channel, "AdmissionLimits", little)
 
     async def test() -> None:
         async with door() as listening:
@@ -839,7 +840,7 @@ def test_who_sends_without_a_pause_is_not_hidden_by_a_crowd(monkeypatch: pytest.
 
 def test_messages_of_an_address_that_is_shut_out_are_not_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even those that come with the greeting, before the doorman has looked at the connection: it never does."""
-    monkeypatch.setattr(zmq_bridge, "AdmissionLimits", MINUTE_OUTSIDE)
+    monkeypatch.setattr(zmq_bridge.channel, "AdmissionLimits", MINUTE_OUTSIDE)
 
     async def test() -> None:
         async with door(units=1000) as listening:
@@ -887,7 +888,7 @@ def test_old_protocols_and_noise_harm_nobody() -> None:
 
 
 def test_a_greeting_may_not_take_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zmq_bridge, "GREETING_LIMIT_SECONDS", 1)
+    monkeypatch.setattr(zmq_bridge.channel, "GREETING_LIMIT_SECONDS", 1)
 
     async def test() -> None:
         async with door() as listening:

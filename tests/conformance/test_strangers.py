@@ -20,7 +20,8 @@ from connector.ports import curve_keys, tcp, zmq_bridge
 from connector.ports.curve_keys import CurveKeys, KeyDirectoryError, make_pair
 from connector.ports.gate import Access, Gate
 from connector.ports.side_channel import ConnectionRefused, LinkLost, NotAllowed, NotASideChannel, SideChannel
-from connector.ports.zmq_bridge import NO_KEY_HERE, NOT_LET_IN, ZmqLink, ZmqSideChannel
+from connector.ports.zmq_bridge import ZmqLink, ZmqSideChannel
+from connector.ports.zmq_bridge.refusals import NO_KEY_HERE, NOT_LET_IN
 from statemachine import admission
 from tests.conformance.side_channel_suite import AT_ONCE_SECONDS, HOST, serve, until
 from tests.rig.key_files import Fleet
@@ -43,7 +44,7 @@ def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     something else, when that takes too long."""
     monkeypatch.setattr(curve_keys, "LOOK_SECONDS", 0.0)
     monkeypatch.setattr(curve_keys, "LOOK_WAIT_SECONDS", ANSWERED_SECONDS)
-    monkeypatch.setattr(zmq_bridge, "GREETING_SECONDS", ANSWERED_SECONDS)
+    monkeypatch.setattr(zmq_bridge.requester, "GREETING_SECONDS", ANSWERED_SECONDS)
 
 
 def run(main: Callable[[], Awaitable[None]]) -> None:
@@ -290,7 +291,7 @@ def test_the_right_one_of_many_keys_is_found_and_remembered(fleet: Fleet, monkey
     attempts: list[bytes | None] = []
     make_client = ZmqSideChannel.make_client
 
-    def counted(self: ZmqSideChannel, address: str, key: bytes | None) -> zmq_bridge.Socket:
+    def counted(self: ZmqSideChannel, address: str, key: bytes | None) -> zmq_bridge.frames.Socket:
         attempts.append(key)
         return make_client(self, address, key)
 

@@ -30,14 +30,9 @@ from connector.ports.side_channel import (
     Reached,
     SideChannel,
 )
-from connector.ports.zmq_bridge import (
-    A_LINE,
-    GREETING_SECONDS,
-    OVERSIZE_FACTOR,
-    REPLIES_QUEUED_MAX,
-    ZmqLink,
-    ZmqSideChannel,
-)
+from connector.ports.zmq_bridge import ZmqLink, ZmqSideChannel
+from connector.ports.zmq_bridge.channel import OVERSIZE_FACTOR, REPLIES_QUEUED_MAX
+from connector.ports.zmq_bridge.requester import A_LINE, GREETING_SECONDS
 from connector.wire import control, handshake, inspection
 from tests.attack import zmtp
 from tests.conformance.side_channel_suite import HOST, PeerProcess, SideChannelSuite, lost_soon, serve, until
@@ -354,7 +349,7 @@ class TestZmqSideChannel(SideChannelSuite):
     def test_how_far_a_question_came_when_nobody_speaks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A process that is stopped: the kernel accepts the connection, and the other one that looks who it is."""
         greeting_seconds = 2.0  # so that a pause of this process does not end the look before it has said its line
-        monkeypatch.setattr(zmq_bridge, "GREETING_SECONDS", greeting_seconds)
+        monkeypatch.setattr(zmq_bridge.requester, "GREETING_SECONDS", greeting_seconds)
 
         async def scenario(channel: SideChannel) -> None:
             with socket.create_server((HOST, 0)) as stopped:
@@ -464,7 +459,7 @@ class TestZmqSideChannel(SideChannelSuite):
 
     def test_a_link_is_lost_over_a_message_without_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """libzmq would keep all of it."""
-        monkeypatch.setattr(zmq_bridge, "LINK_UNFINISHED_BYTES_MAX", 8 << 20)
+        monkeypatch.setattr(zmq_bridge.link, "LINK_UNFINISHED_BYTES_MAX", 8 << 20)
 
         async def scenario(channel: SideChannel) -> None:
             with babbler(zmtp.endless()) as port:
@@ -476,7 +471,7 @@ class TestZmqSideChannel(SideChannelSuite):
         self.run(scenario)
 
     def test_who_answers_with_a_message_without_end_is_something_else(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(zmq_bridge, "REPLY_UNFINISHED_BYTES_MAX", 8 << 20)
+        monkeypatch.setattr(zmq_bridge.requester, "REPLY_UNFINISHED_BYTES_MAX", 8 << 20)
 
         async def scenario(channel: SideChannel) -> None:
             with babbler(zmtp.endless()) as port, pytest.raises(NotASideChannel, match="message without end"):
@@ -489,11 +484,12 @@ class TestZmqSideChannel(SideChannelSuite):
         encryption = 1 << 10
         reply = handshake.PAYLOAD_BYTES_MAX + encryption
         answer = max(control.ANSWER_BYTES_MAX, inspection.ANSWER_BYTES_MAX) + encryption
-        assert reply <= zmq_bridge.REPLY_FRAME_BYTES_MAX < zmq_bridge.REPLY_UNFINISHED_BYTES_MAX <= 2 * reply
-        assert zmq_bridge.REPLY_UNFINISHED_BYTES_MAX <= zmq_bridge.CLIENTS_UNFINISHED_BYTES_MAX <= 2 * reply
-        assert answer <= zmq_bridge.LINK_FRAME_BYTES_MAX <= 2 * answer
-        waiting = zmq_bridge.LINK_WAITING_MAX * answer + 2 * zmq_bridge.RECEIVE_BUFFER_BYTES
-        assert waiting < zmq_bridge.LINK_UNFINISHED_BYTES_MAX <= 2 * waiting
+        unfinished_reply = zmq_bridge.requester.REPLY_UNFINISHED_BYTES_MAX
+        assert reply <= zmq_bridge.requester.REPLY_FRAME_BYTES_MAX < unfinished_reply <= 2 * reply
+        assert unfinished_reply <= zmq_bridge.channel.CLIENTS_UNFINISHED_BYTES_MAX <= 2 * reply
+        assert answer <= zmq_bridge.link.LINK_FRAME_BYTES_MAX <= 2 * answer
+        waiting = zmq_bridge.link.LINK_WAITING_MAX * answer + 2 * zmq_bridge.channel.RECEIVE_BUFFER_BYTES
+        assert waiting < zmq_bridge.link.LINK_UNFINISHED_BYTES_MAX <= 2 * waiting
 
     @pytest.mark.parametrize("client", ["requester", "link", "link that has ended"])
     def test_of_a_message_of_very_many_frames_few_are_taken(
@@ -515,14 +511,15 @@ class TestZmqSideChannel(SideChannelSuite):
                     await lost_soon(link)
 
         self.run(scenario)
-        assert 0 < frames_taken(zmq.DEALER) <= max(zmq_bridge.REPLY_FRAMES_MAX, zmq_bridge.LINK_FRAMES_MAX) + 1
+        most = max(zmq_bridge.requester.REPLY_FRAMES_MAX, zmq_bridge.link.LINK_FRAMES_MAX)
+        assert 0 < frames_taken(zmq.DEALER) <= most + 1
 
     def test_clients_share_a_bound_and_the_largest_message_without_end_is_lost(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         part = bytes(1 << 20)
-        monkeypatch.setattr(zmq_bridge, "CLIENTS_UNFINISHED_BYTES_MAX", 16 << 20)
-        monkeypatch.setattr(zmq_bridge, "CLIENTS_MEASURED_EVERY_SECONDS", 0.05)
+        monkeypatch.setattr(zmq_bridge.channel, "CLIENTS_UNFINISHED_BYTES_MAX", 16 << 20)
+        monkeypatch.setattr(zmq_bridge.channel, "CLIENTS_MEASURED_EVERY_SECONDS", 0.05)
 
         async def scenario(channel: SideChannel) -> None:
             with ExitStack() as stack:
@@ -541,8 +538,8 @@ class TestZmqSideChannel(SideChannelSuite):
 
     def test_messages_that_wait_to_be_taken_are_not_without_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """After a pause of the loop there may be some for each link. The task that measures may have the first turn."""
-        monkeypatch.setattr(zmq_bridge, "CLIENTS_UNFINISHED_BYTES_MAX", 1 << 20)
-        monkeypatch.setattr(zmq_bridge, "CLIENTS_MEASURED_EVERY_SECONDS", 0.05)
+        monkeypatch.setattr(zmq_bridge.channel, "CLIENTS_UNFINISHED_BYTES_MAX", 1 << 20)
+        monkeypatch.setattr(zmq_bridge.channel, "CLIENTS_MEASURED_EVERY_SECONDS", 0.05)
 
         async def scenario(channel: SideChannel) -> None:
             listener = channel.listen(HOST, 0)
@@ -567,7 +564,7 @@ class TestZmqSideChannel(SideChannelSuite):
     def test_other_tasks_have_their_turns_while_many_clients_are_measured(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(zmq_bridge, "CLIENTS_MEASURED_EVERY_SECONDS", 0.01)
+        monkeypatch.setattr(zmq_bridge.channel, "CLIENTS_MEASURED_EVERY_SECONDS", 0.01)
         measured, in_a_turn = 0, [0]
 
         def measure(link: ZmqLink) -> int:
@@ -587,17 +584,17 @@ class TestZmqSideChannel(SideChannelSuite):
                     await trio.lowlevel.checkpoint()
                     in_a_turn.append(measured)
             # The other task may come before us in one round of the loop, and after us in the one before.
-            assert max(in_a_turn) <= 2 * zmq_bridge.CLIENTS_MEASURED_AT_A_TIME
+            assert max(in_a_turn) <= 2 * zmq_bridge.channel.CLIENTS_MEASURED_AT_A_TIME
 
         self.run(scenario)
 
     def test_a_client_that_is_closed_while_others_are_measured_is_left_alone(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(zmq_bridge, "CLIENTS_MEASURED_EVERY_SECONDS", 0.01)
-        monkeypatch.setattr(zmq_bridge, "CLIENTS_MEASURED_AT_A_TIME", 1)
+        monkeypatch.setattr(zmq_bridge.channel, "CLIENTS_MEASURED_EVERY_SECONDS", 0.01)
+        monkeypatch.setattr(zmq_bridge.channel, "CLIENTS_MEASURED_AT_A_TIME", 1)
         crashes: list[str] = []
-        monkeypatch.setattr(zmq_bridge, "log_crash", lambda what, error: crashes.append(f"{what}: {error!r}"))
+        monkeypatch.setattr(zmq_bridge.channel, "log_crash", lambda what, error: crashes.append(f"{what}: {error!r}"))
 
         async def scenario(channel: SideChannel) -> None:
             with socket.create_server((HOST, 0)) as server:
@@ -614,14 +611,14 @@ class TestZmqSideChannel(SideChannelSuite):
     def test_a_link_is_looked_at_only_when_there_is_news_of_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """There is one for each rank of each engine that is connected, and most of them are quiet. The end of one that
         nobody receives from is noticed all the same."""
-        looks, look = 0, zmq_bridge.Monitor.catch_up
+        looks, look = 0, zmq_bridge.monitor.Monitor.catch_up
 
-        def counted(monitor: zmq_bridge.Monitor) -> None:
+        def counted(monitor: zmq_bridge.monitor.Monitor) -> None:
             nonlocal looks
             looks += 1
             look(monitor)
 
-        monkeypatch.setattr(zmq_bridge.Monitor, "catch_up", counted)
+        monkeypatch.setattr(zmq_bridge.monitor.Monitor, "catch_up", counted)
 
         async def scenario(channel: SideChannel) -> None:
             nonlocal looks
@@ -647,8 +644,8 @@ class TestZmqSideChannel(SideChannelSuite):
         self.run(scenario)
 
     def test_messages_that_are_taken_may_be_many(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(zmq_bridge, "LINK_UNFINISHED_BYTES_MAX", 32 << 20)
-        monkeypatch.setattr(zmq_bridge, "CLIENTS_MEASURED_EVERY_SECONDS", 0.01)
+        monkeypatch.setattr(zmq_bridge.link, "LINK_UNFINISHED_BYTES_MAX", 32 << 20)
+        monkeypatch.setattr(zmq_bridge.channel, "CLIENTS_MEASURED_EVERY_SECONDS", 0.01)
 
         async def scenario(channel: SideChannel) -> None:
             with babbler(zmtp.message(bytes(1 << 18))) as port:

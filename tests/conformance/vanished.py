@@ -53,5 +53,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    zmq_bridge.UNACKNOWLEDGED_SECONDS = int(sys.argv[1])
+    zmq_bridge.channel.UNACKNOWLEDGED_SECONDS = int(sys.argv[1])
     trio.run(main)

@@ -14,15 +14,15 @@ from connector.ports.zmq_bridge import ZmqRequester
 def look_patiently(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """A look may take so long; when it begins stays as it is. The product gives up after a second, and takes who has
     not answered by then for a process that hangs, or for something else."""
-    begins_after_seconds = zmq_bridge.GREETING_SECONDS
+    begins_after_seconds = zmq_bridge.requester.GREETING_SECONDS
 
     def patient(look: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         async def patiently(requester: ZmqRequester, address: str) -> Any:
-            monkeypatch.setattr(zmq_bridge, "GREETING_SECONDS", seconds)  # another look may be under way
+            monkeypatch.setattr(zmq_bridge.requester, "GREETING_SECONDS", seconds)  # another look may be under way
             try:
                 return await look(requester, address)
             finally:
-                monkeypatch.setattr(zmq_bridge, "GREETING_SECONDS", begins_after_seconds)
+                monkeypatch.setattr(zmq_bridge.requester, "GREETING_SECONDS", begins_after_seconds)
 
         return patiently
 

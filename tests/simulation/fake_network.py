@@ -37,7 +37,7 @@ from connector.ports.side_channel import (
     Request,
     SideChannelError,
 )
-from connector.ports.zmq_bridge import DROPPED_UNITS
+from connector.ports.zmq_bridge.listener import DROPPED_UNITS
 from statemachine.admission import Admission, AdmissionLimits, CutOff, Verdict
 from tests.simulation.agenda import Agenda
 from tests.simulation.faults import LATENCY_SECONDS

@@ -27,7 +27,14 @@ WHOLE_RUN = ("Supervisor.run", "ActorThread._main_task", "HandshakeListener.run"
 """Where a whole trio run waits: what raises there ends it, in production its thread."""
 
 
-PARTS = ("connector/runtime", "connector/scheduler", "connector/worker", "connector/ports", "connector")
+PARTS = (
+    "connector/runtime",
+    "connector/scheduler",
+    "connector/worker",
+    "connector/ports",
+    "connector/ports/zmq_bridge",
+    "connector",
+)
 """Folders of what runs in an engine. In others nothing waits, but in `observe`, and that in tools."""
 
 REAL_PORT = "the fake port stands in its place; whatever it raises comes out of a call of the port, which is a point"
@@ -35,7 +42,11 @@ A_START = "an engine that cannot start says so: test_listener_thread.py, an addr
 
 NOT_REACHED = {
     "connector/ports/nixl_agent.py": REAL_PORT,
-    "connector/ports/zmq_bridge.py": REAL_PORT,
+    "connector/ports/zmq_bridge/channel.py": REAL_PORT,
+    "connector/ports/zmq_bridge/link.py": REAL_PORT,
+    "connector/ports/zmq_bridge/listener.py": REAL_PORT,
+    "connector/ports/zmq_bridge/monitor.py": REAL_PORT,
+    "connector/ports/zmq_bridge/requester.py": REAL_PORT,
     "connector/ports/doorman.py": "the gate waits for it; tests/conformance/test_doorman.py",
     "connector/ports/gate.py": "it speaks to libzmq; tests/conformance/test_strangers.py",
     "connector/ports/curve_keys.py": "a gate and real sockets ask it; tests/conformance/test_strangers.py",

@@ -15,7 +15,7 @@ from connector.layout.geometry import CacheGroup, LayoutMismatch, RankId, RankLa
 from connector.layout.local import LocalRank
 from connector.layout.plan import plan_engine
 from connector.layout.remote import layout_from_metadata
-from connector.ports.zmq_bridge import REPLY_FRAME_BYTES_MAX
+from connector.ports.zmq_bridge.requester import REPLY_FRAME_BYTES_MAX
 from connector.wire.bounded import DecodeFailed, render_untrusted, shorten
 from connector.wire.handshake import (
     ERROR_LENGTH_MAX,

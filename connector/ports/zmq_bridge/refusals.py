@@ -1,0 +1,12 @@
+"""Why a connection to a listener cannot be had, or has ended: sentences about the other end."""
+
+REFUSED = "the connection was refused, or there is no way to the host"
+ENDED = "the connection was ended before anything was said"
+ENDLESS = "it sends a message without end"
+NOT_LET_IN = (
+    "it does not let this engine in: our address is not in its allowed_peers, or our public key not among its accepted "
+    "keys"
+)
+NO_KEY_HERE = "it speaks to those only who have a key, and this engine has none (curve_directory)"
+NO_KEY_THERE = "it has no key, and this engine speaks to those only who have one (allow_insecure_peers)"
+OTHER_KEY = "it has a key that is not among the {count} accepted keys of this engine"
