@@ -22,7 +22,7 @@ time. What is left to decide is how much work anybody can cause, and how much me
   room, and no other: who is heard has a quarter of the descriptors at most, so it is somebody else who uses them up.
 * A message has to come to its end. What a connection has received beyond its whole messages is of one that has not. If
   that is more than a message may have, the connection is cut off; the transport would keep all of it. What it has not
-  read yet is none of that, but counts when all connections together have received too much. Behind a message
+  read yet is none of that: it may be whole messages. Behind a message
   that was taken just before, others may wait that are whole. So such a connection may have received more, and does not
   count when the unfinished messages of all connections together are too large, and the largest goes.
 * A message that has far more frames than any engine sends costs its sender two bytes a frame, and the listener so much
@@ -74,7 +74,8 @@ FORGOTTEN_AT_A_TIME = 2
 class AdmissionLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Attributes:
     connections_max: open at a time.
-    unfinished_bytes_max: that a connection may have received beyond its whole messages. These are bytes on the wire; of
+    unfinished_bytes_max: that a connection may have received beyond its whole messages, and that the transport has
+        read. These are bytes on the wire; of
         empty frames, which have two, ZMQ keeps 32 times as much.
     waiting_bytes_max: so much more, if a message of it was taken since it was measured.
     unfinished_bytes_total_max: the same of all together; 32 times as much is 256 MiB.
@@ -276,17 +277,20 @@ class Admission:
                 # messages (a transport's own questions, now and then) would add up in months.
                 known.finished_bytes = max(known.finished_bytes, known.measured_bytes)
             if untaken is Untaken.NONE:
-                known.measured_bytes = received_bytes
+                known.measured_bytes = max(0, received_bytes - unread_bytes)
             # No credit: a message of another connection may have been taken for one of this.
             known.finished_bytes = min(known.finished_bytes, received_bytes)
             unfinished_bytes = max(0, received_bytes - known.finished_bytes - HANDSHAKE_BYTES_MAX)
             bytes_max = limits.unfinished_bytes_max if known.was_heard else unheard_bytes_max
             if known.is_heard:
                 bytes_max += limits.waiting_bytes_max
-            self._set_unfinished(known, 0 if known.is_heard else unfinished_bytes)
+            # What was not read may be whole messages, and the transport keeps none of it. It reads it in a moment, but
+            # for one that is full: then nobody is taken from.
+            kept_bytes = max(0, unfinished_bytes - unread_bytes)
+            counts_bytes = unfinished_bytes if untaken is Untaken.ALL else kept_bytes
+            self._set_unfinished(known, 0 if known.is_heard else counts_bytes)
             known.is_heard = False
-            # What was not read may be whole messages; the transport keeps none of it.
-            if unfinished_bytes - unread_bytes > bytes_max:
+            if kept_bytes > bytes_max:
                 cut_off.append(self._cut_off_for_cause(connection, ENDLESS, now_ns))
         if untaken is not Untaken.ALL:
             self._left_bytes = 0

@@ -31,7 +31,8 @@ class Outcome:
             self._note, self._whose = observe
 
     def take(self, now_ns: int) -> list[Effect]:
-        """The effects. An observer that raises costs records, and the effects come next time."""
+        """The effects. The observer is told last, after everything that was to be done: if it raises, that costs
+        records, and the effects come next time."""
         if self.steps:
             steps, self.steps = self.steps, []
             if self._note is not None:

@@ -10,7 +10,7 @@ has accepted and closed, and with each message over which of them it came. That 
   there is none (the ROUTER is empty), or when each has had its turn since: libzmq hands out their messages in turns.
 * What the kernel has of a connection is not libzmq's yet, and may be whole messages, however many: the thread of libzmq
   that reads them may get no turn for a while (a container that has used up its quota stands still as a whole, and
-  this thread may go on first). The kernel keeps no more than the receive buffer holds.
+  this thread may go on first). The kernel keeps no more than twice the receive buffer that it was asked for.
 * When the process stood still between the look for messages and the measurement, whole ones may have come meanwhile.
   What was measured is forgotten then, and measured again a moment later.
 * What libzmq says of accepted and closed descriptors is read before anything is done about it: a descriptor may have
@@ -327,7 +327,9 @@ class Doorman:
         ]
         # In this order what comes between the two questions counts as not read.
         received = [
-            (number, received_bytes(descriptor), unread_bytes(descriptor)) for number, descriptor in descriptors
+            (number, size, unread_bytes(descriptor) if size else 0)
+            for number, descriptor in descriptors
+            for size in (received_bytes(descriptor),)
         ]
         self._measured_ns = self._clock.now_ns()
         if untaken is not Untaken.ALL and self._is_late():

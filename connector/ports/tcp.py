@@ -3,7 +3,7 @@ closed any moment.
 
 libzmq keeps the parts of a message until the last one has come, however many they are, and tells nobody. The bytes
 that have come over a connection since its last whole message are what it may keep: `TCP_INFO` of Linux has them. Those
-that libzmq has not read yet are the kernel's, which keeps no more than the receive buffer holds.
+that libzmq has not read yet are the kernel's, which keeps no more than twice the receive buffer that it was asked for.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ _RECEIVED_BYTES = struct.Struct("128xQ")
 """Where `tcpi_bytes_received` is in `struct tcp_info`."""
 
 _COUNT = struct.Struct("i")
+"""What `FIONREAD` answers."""
 
 _WAITING = struct.Struct("24xI")
 """Where `tcpi_unacked` is, which for a listener is the length of its queue."""
@@ -32,7 +33,8 @@ def received_bytes(descriptor: int) -> int:
 
 
 def unread_bytes(descriptor: int) -> int:
-    """Of them, those that the kernel still has; 0 when the connection has ended already."""
+    """Of them, those that the kernel still has; 0 when the connection has ended already. Whatever has its descriptor by
+    then answers something, or that it cannot: to ask changes nothing, and a wrong number excuses one measurement."""
     try:
         return int(_COUNT.unpack(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(_COUNT.size)))[0])
     except OSError:

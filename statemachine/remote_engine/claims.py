@@ -5,14 +5,13 @@ first request that names it until nobody wants it and nothing is owed: until eac
 lease must be over.
 
 What is to be said, a renewal or a release, is due at a time for each lease and rank, and is said while a connection is
-spoken over (`link`); what is due together travels together. Who asks is told of a lease that P does not keep by the
-core: methods that lose a lease return its claim, for the core to tell its users.
+spoken over (`link`); what is due together travels together. Who wants a lease that P does not keep is told
+by the core: methods that lose a lease return its claim for that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from typing import Any, TypeAlias
 
 import msgspec
 
@@ -29,6 +28,7 @@ from statemachine.remote_engine.messages import (
     SendHeartbeat,
     SendHold,
     SendRelease,
+    TimerKey,
 )
 
 CONSUMED_MAX = 1 << 14
@@ -52,10 +52,6 @@ REPLACED = "the engine runs the built-in connector now, and one with this connec
 RESIZED = "the engine has come back with another number of ranks"
 LEFT = "the engine has ended, as it had said"
 RETIRED = "the engine was given up here: another one has its place, it was idle, or the connector stops"
-
-TimerKey: TypeAlias = tuple[str, Any]
-"""What is waited for and whose: ("deadline" | "quiesce" | "proof", request id), ("assumed" | "over", lease),
-("grace", connection), ("answer" | "silence", rank of P), ("backoff" | "again" | "drain", None)."""
 
 
 class Claim:
@@ -144,9 +140,6 @@ class Claims:
     def get(self, lease: LeaseName) -> Claim | None:
         return self._by_lease.get(lease)
 
-    def leases(self) -> list[LeaseName]:
-        return list(self._by_lease)
-
     @property
     def are_wanted(self) -> bool:
         """Whether somebody here wants any."""
@@ -164,7 +157,8 @@ class Claims:
         return _text(lease) in self._consumed or (claim is not None and bool(claim.holds) and not claim.users)
 
     def want(self, lease: LeaseName, request_id: str, heard_ns: int, now_ns: int) -> Claim:
-        """`request_id` wants the lease: it is held from now on, and not released before the request has ended."""
+        """`request_id` wants the lease: it is held from now on, and not released before the request has ended. If P
+        cannot keep it, its claim is `gone` at once; who has only announced the request learns so when it starts."""
         self._wanted.add(lease)
         claim = self._by_lease.get(lease)
         if claim is not None:
@@ -304,7 +298,7 @@ class Claims:
 
     def _be_silent(self) -> None:
         for rank in range(self._ranks):
-            self.has_answered(rank)
+            self.note_answer(rank)
         self._dues.clear()
 
     def _meet(self, claim: Claim, link: Connection, now_ns: int) -> bool:
@@ -396,7 +390,7 @@ class Claims:
     def _expects_answer(self, rank: int) -> bool:
         return ("answer", rank) in self._timers or ("silence", rank) in self._timers
 
-    def has_answered(self, rank: int) -> None:
+    def note_answer(self, rank: int) -> None:
         self._timers.cancel(("answer", rank))
         self._timers.cancel(("silence", rank))
 
@@ -404,7 +398,7 @@ class Claims:
 
     def copy(self, timers: Deadlines[TimerKey], outcome: Outcome, link: Connection | None) -> Claims:
         """For a copy of the core, whose timers, outcome and current connection these are."""
-        other = Claims(self._limits, timers, outcome)
+        other = type(self)(self._limits, timers, outcome)
         other.link = link if self.link is not None else None
         other._by_lease = {lease: claim.copy() for lease, claim in self._by_lease.items()}
         other._wanted = set(self._wanted)

@@ -30,7 +30,6 @@ class Connection:
         "is_torn_down",
         "number",
         "open_reads",
-        "ranks",
         "unsettled",
         "workers",
     )
@@ -38,7 +37,6 @@ class Connection:
     def __init__(self, number: int, workers: tuple[str, ...], *, is_builtin: bool) -> None:
         self.number = number
         self.workers = workers
-        self.ranks = len(workers)
         self.is_builtin = is_builtin
         self.open_reads: dict[tuple[str, int], None] = {}
         self.unsettled: dict[tuple[str, int], None] = {}
@@ -46,9 +44,13 @@ class Connection:
         self.is_tearing_down = False
         self.is_torn_down = False
 
+    @property
+    def ranks(self) -> int:
+        """How many ranks of P deal with us."""
+        return len(self.workers)
+
     def copy(self) -> Connection:
         other = Connection(self.number, self.workers, is_builtin=self.is_builtin)
-        assert other.ranks == self.ranks
         other.open_reads = dict(self.open_reads)
         other.unsettled = dict(self.unsettled)
         other.failure = self.failure
@@ -83,9 +85,6 @@ class Connections:
         self._by_number: dict[int, Connection] = {}
         # Requests that ended in quarantine, with their READs that may still write; never empty sets.
         self._quarantined: dict[str, set[int]] = {}
-
-    def __len__(self) -> int:
-        return len(self._by_number)
 
     def __iter__(self) -> Iterator[Connection]:
         return iter(self._by_number.values())
@@ -130,16 +129,17 @@ class Connections:
         if writing is None:
             return False
         writing.discard(read)
-        if not writing:
-            del self._quarantined[request_id]
-        return not writing
+        if writing:
+            return False
+        del self._quarantined[request_id]
+        return True
 
     def quarantined(self) -> list[tuple[str, int]]:
         """The requests in quarantine, with how many of their READs are left."""
         return [(request_id, len(reads)) for request_id, reads in self._quarantined.items()]
 
     def copy(self) -> Connections:
-        other = Connections()
+        other = type(self)()
         other._by_number = {number: connection.copy() for number, connection in self._by_number.items()}
         other.current = other._by_number[self.current.number] if self.current is not None else None
         other._quarantined = {request_id: set(reads) for request_id, reads in self._quarantined.items()}

@@ -30,7 +30,7 @@ from statemachine.failures import (
 from statemachine.kernel import Effect, Event, Machine, ProtocolError
 from statemachine.lease import LeaseName
 from statemachine.outcome import Outcome
-from statemachine.remote_engine.claims import ASSUMED_OVER, LEFT, RESTARTED, Claim, Claims, TimerKey
+from statemachine.remote_engine.claims import ASSUMED_OVER, LEFT, RESTARTED, Claim, Claims
 from statemachine.remote_engine.connections import Connection, Connections
 from statemachine.remote_engine.messages import (
     AbortAsked,
@@ -62,6 +62,7 @@ from statemachine.remote_engine.messages import (
     StartHandshake,
     Stop,
     TearDown,
+    TimerKey,
     TornDown,
     Unwatched,
 )
@@ -73,7 +74,7 @@ ATTEMPTS_PER_LEASE = 6
 
 
 class RemoteEngine:
-    """See the module's docstring.
+    """See the package's docstring.
 
     Args:
         identity: of this rank; makes the jitter of its back-off its own.
@@ -296,7 +297,7 @@ class RemoteEngine:
         except ProtocolError as error:
             if isinstance(event, request.ShellFailed):
                 raise  # every living state takes it
-            # A mistake in this file costs the one request that it concerns, which ends as after a crash: seen by all.
+            # A mistake in this package costs the one request that it concerns, which ends as after a crash: all see it.
             crash = ActorCrashed(actor="request machine", error=str(error))
             self._step_request(request_id, request.ShellFailed(failure=crash), now_ns)
             match event:
@@ -587,7 +588,7 @@ class RemoteEngine:
     def _take_hold_answer(self, event: HoldAnswered, now_ns: int) -> None:
         if not self._connections.is_current(event.connection) or event.sent_ns > now_ns:
             return
-        self._claims.has_answered(event.rank)
+        self._claims.note_answer(event.rank)
         for lease, remaining_ns in event.held:
             claim = self._claims.prove(lease, event.rank, event.sent_ns, remaining_ns, now_ns)
             if claim is not None and self._proving:
@@ -603,7 +604,8 @@ class RemoteEngine:
             self._step_request(user, proven, now_ns)
 
     def _tell_gone(self, claim: Claim, now_ns: int) -> None:
-        """Each of its users; one that was only announced is told when it starts."""
+        """Each of its users, for the reason of the first rank that does not keep it. One that was only announced is
+        told when it starts."""
         if claim.gone is not None:  # else it was being released: nobody wants it
             gone = request.LeaseGone(why=claim.gone)
             for user in list(claim.users):
@@ -612,7 +614,7 @@ class RemoteEngine:
 
     def _take_release_answer(self, event: ReleaseAnswered) -> None:
         if self._connections.is_current(event.connection):
-            self._claims.has_answered(event.rank)
+            self._claims.note_answer(event.rank)
         for lease in event.leases:
             self._claims.confirm_release(lease, event.rank)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -13,6 +13,10 @@ from statemachine.lease import LeaseName
 
 Address: TypeAlias = Hashable
 """Where the engine's side channel is; opaque to the core."""
+
+TimerKey: TypeAlias = tuple[str, Any]
+"""What is waited for and whose: ("deadline" | "quiesce" | "proof", request id), ("assumed" | "over", lease),
+("grace", connection), ("answer" | "silence", rank of P), ("backoff" | "again" | "drain", None)."""
 
 
 class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):

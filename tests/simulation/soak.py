@@ -41,7 +41,8 @@ import trio
 
 from connector.config import ConnectorOptions
 from connector.observe.conformance import check_records
-from statemachine import lending, remote_engine
+from statemachine import lending
+from statemachine.remote_engine import claims
 from tests.simulation.__main__ import say
 from tests.simulation.agenda import Agenda
 from tests.simulation.cluster import BURST_MEAN, Cluster, Result, run_cluster
@@ -87,7 +88,7 @@ FEW_PLACES_SHARE = 0.35
 VERIFYING_SHARE = 0.25
 """Of the seeds, in which READs may lie."""
 TIMES_TO_LIVE = (60.0, 300.0, 1800.0)
-TABLES = ((lending, "ENDED_MAX"), (lending, "HEARERS_MAX"), (remote_engine, "CONSUMED_MAX"))
+TABLES = ((lending, "ENDED_MAX"), (lending, "HEARERS_MAX"), (claims, "CONSUMED_MAX"))
 """The bounds of tables that remember what is over."""
 TABLE_MAX = 64
 """What these bounds are here."""

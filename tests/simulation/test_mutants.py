@@ -147,6 +147,8 @@ def test_what_does_not_exist_cannot_be_changed() -> None:
             Edit(Claims.leave, "no such text", "").apply(patch)
         with pytest.raises(ValueError, match="times"):
             Edit(Claims.leave, "claim", "").apply(patch)
+        with pytest.raises(ValueError, match="no_such_name"):
+            Edit(Claims.leave, "del claim.users[request_id]", "no_such_name()").apply(patch)
 
 
 # --- the runner -----------------------------------------------------------------------------------------------------

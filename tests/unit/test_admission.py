@@ -234,6 +234,29 @@ def test_what_the_transport_has_not_read_is_no_message_without_end() -> None:
     assert door.measure([(engine, received + 1)], unread_bytes=MB) == [CutOff(engine, "engine", admission.ENDLESS)]
 
 
+def test_what_was_not_read_when_nothing_waited_is_not_taken_for_whole() -> None:
+    """Behind a small message there may be the beginning of one without end, which the transport reads afterwards."""
+    door = Door()
+    stranger = door.open()
+    endless = LIMITS.unfinished_bytes_max + LIMITS.waiting_bytes_max + admission.HANDSHAKE_BYTES_MAX + 1
+    assert door.measure([(stranger, 100 + endless)], unread_bytes=endless) == []
+    door.says(stranger, wire_bytes=100)
+    assert door.measure([(stranger, 100 + endless)]) == [CutOff(stranger, "stranger", admission.ENDLESS)]
+
+
+def test_what_the_transport_has_not_read_is_counted_together_only_while_it_is_full() -> None:
+    """It reads it in a moment, and hands out what is whole; while nobody is taken from it cannot."""
+    door = Door()
+    engines = door.open_many(3, "engine")
+    unread_bytes = 9 * MB
+    assert 3 * unread_bytes > LIMITS.unfinished_bytes_total_max
+    sizes = [(each, unread_bytes + admission.HANDSHAKE_BYTES_MAX) for each in engines]
+    assert door.measure(sizes, Untaken.SOME, unread_bytes=unread_bytes) == []
+    assert door.measure(sizes, Untaken.ALL, unread_bytes=unread_bytes) == [
+        CutOff(each, "engine", admission.UNHEARD) for each in engines
+    ]
+
+
 def test_whole_messages_may_wait_behind_one_that_was_taken() -> None:
     """Until the next time that it is measured: by then they have been taken, or more of them."""
     door = Door()

@@ -1,5 +1,7 @@
 """All side-channel sockets of a process: makes them, says who may connect where, and keeps clients within bounds.
 
+What the sockets of listeners are set to stands here, where they are made.
+
 * Host names are looked up here (in trio's worker thread) and not by libzmq: its I/O thread would stop for all peers
   while a name server does not answer. ZMQ only ever sees numeric addresses to connect to.
 * Who may connect is for the gate (`connector/ports/gate.py`). A client with keys has to know the key of the server
@@ -226,7 +228,7 @@ class ZmqSideChannel:
             limits = AdmissionLimits(
                 connections_max=connections_max(),
                 unfinished_bytes_max=frames_max * frame_bytes_max + UNFINISHED_SLACK_BYTES,
-                waiting_bytes_max=REQUESTS_QUEUED_MAX * frames_max * frame_bytes_max + 2 * RECEIVE_BUFFER_BYTES,
+                waiting_bytes_max=REQUESTS_QUEUED_MAX * frames_max * frame_bytes_max,
             )
             gate = self._open_gate()
             events = self.make_socket(zmq.PAIR, ipv6=False)

@@ -181,7 +181,7 @@ PROOF = (
                 "if not is_ready or event.request_id not in self._waiting:",
                 "waits = event.request_id in self._waiting\n"
                 "    if not is_ready or not waits or "
-                "self._claims[self._requests[event.request_id].lease].proven_until_ns < now_ns:",
+                "self._claims.get(self._requests[event.request_id].lease).proven_until_ns < now_ns:",
             ),
         ),
         place=Explored(within(ONE, 0), "invariant 9"),
@@ -276,7 +276,7 @@ KEEPING = (
             Edit(
                 Claims._say,
                 "for lease in leases:\n        self._dues.set((lease, rank), again_ns)",
-                "for lease in leases:\n        if state is hold.State.RELEASING or is_builtin:\n"
+                "for lease in leases:\n        if state is hold.State.RELEASING or link.is_builtin:\n"
                 "            self._dues.set((lease, rank), again_ns)",
             ),
         ),
@@ -525,7 +525,7 @@ READS = (
         rule="a READ that failed may go on",
         row=5,
         broken="blocks leave the quarantine when one of several READs has ended",
-        changes=(Edit(Connections.quiesce, "if not writing:", "if True:"),),
+        changes=(Edit(Connections.quiesce, "if writing:", "if False:"),),
         place=ByTest(CORE + "::test_a_quarantine_is_lifted_with_its_last_read"),
     ),
     Mutant(
@@ -541,7 +541,7 @@ READS = (
         rule="a READ that failed may go on",
         row=5,
         broken="blocks stay in quarantine after their READ has ended",
-        changes=(Edit(Connections.quiesce, "if not writing:", "if False:"),),
+        changes=(Edit(Connections.quiesce, "if writing:", "if True:"),),
         place=ByTest(CORE + "::test_a_quarantine_is_lifted_with_its_last_read"),
     ),
     Mutant(
@@ -952,7 +952,7 @@ PEERS = (
         changes=(
             Edit(
                 Claims._be_silent,
-                "for rank in range(self._ranks):\n        self.has_answered(",
+                "for rank in range(self._ranks):\n        self.note_answer(",
                 "for rank in range(self._ranks):\n        (",
             ),
         ),
@@ -965,7 +965,7 @@ PEERS = (
         changes=(
             Edit(
                 RemoteEngine._take_release_answer,
-                "self._claims.has_answered(event.rank)",
+                "self._claims.note_answer(event.rank)",
                 "pass",
             ),
         ),

@@ -133,7 +133,7 @@ ACTORS = (
                 "for number, connection in ():",
             ),
         ),
-        place=level2("recovery", *ACTOR_CRASHES, first=2),
+        place=ByTest("tests/actors/test_peers.py::test_actor_that_crashes_on_the_end_of_a_read_quarantines_nothing"),
     ),
     Mutant(
         name="every answer is of the first rank",

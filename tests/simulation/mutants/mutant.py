@@ -8,12 +8,14 @@ into the function object itself: tables of machines, other modules and bound met
 from __future__ import annotations
 import __future__
 
+import builtins
+import dis
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import FunctionType, TracebackType
+from types import CodeType, FunctionType, TracebackType
 from typing import Any, Literal, TypeAlias
 
 from statemachine import departure, draining, hold, introduction, lease, peer, request
@@ -72,6 +74,15 @@ class Do:
 Change: TypeAlias = Edit | Set | Do
 
 
+def _globals_of(code: CodeType) -> Iterator[str]:
+    for each in dis.get_instructions(code):
+        if each.opname == "LOAD_GLOBAL":
+            yield each.argval
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _globals_of(inner)
+
+
 class Patch:
     """Changes to the product, undone in reverse order when its block ends."""
 
@@ -109,6 +120,8 @@ class Patch:
         flags = __future__.annotations.compiler_flag
         exec(compile("\n".join(lines[first:]), inspect.getfile(function), "exec", flags), module)
         code, original = module[function.__name__].__code__, function.__code__
+        if unknown := set(_globals_of(code)) - vars(builtins).keys() - module.keys():
+            raise ValueError(f"{function.__qualname__}, edited, uses {sorted(unknown)}, which it does not know")
         if code.co_freevars != original.co_freevars:
             raise ValueError(f"{function.__qualname__} has a closure, which an edit cannot keep")
         self._undo.append(lambda: setattr(function, "__code__", original))

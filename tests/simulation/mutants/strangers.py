@@ -170,15 +170,31 @@ MUTANTS = (
         rule="a message has to end",
         row=38,
         broken="libzmq keeps parts of a message that has no last one until the machine has no memory left",
-        changes=(Edit(Admission.measured, "unfinished_bytes - unread_bytes > bytes_max:", "False:"),),
+        changes=(Edit(Admission.measured, "kept_bytes > bytes_max:", "False:"),),
         place=ByTest(f"{CORE}::test_a_message_without_end_is_ended"),
     ),
     Mutant(
         name="what nobody has read has no end",
         rule="a message has to end",
         broken="an engine is cut off for whole messages that libzmq's thread had no turn to read",
-        changes=(Edit(Admission.measured, "unfinished_bytes - unread_bytes >", "unfinished_bytes >"),),
+        changes=(Edit(Admission.measured, "kept_bytes > bytes_max:", "unfinished_bytes > bytes_max:"),),
         place=ByTest(f"{CORE}::test_what_the_transport_has_not_read_is_no_message_without_end"),
+    ),
+    Mutant(
+        name="what nobody has read is whole",
+        rule="a message has to end",
+        broken="behind a whole message a connection hides as much of one without end as the kernel keeps",
+        changes=(Edit(Admission.measured, "max(0, received_bytes - unread_bytes)", "received_bytes"),),
+        place=ByTest(f"{CORE}::test_what_was_not_read_when_nothing_waited_is_not_taken_for_whole"),
+    ),
+    Mutant(
+        name="what nobody has read is counted together",
+        rule="unfinished messages together",
+        broken="many engines that say much at once are cut off while libzmq's thread has no turn",
+        changes=(
+            Edit(Admission.measured, "unfinished_bytes if untaken is Untaken.ALL else kept_bytes", "unfinished_bytes"),
+        ),
+        place=ByTest(f"{CORE}::test_what_the_transport_has_not_read_is_counted_together_only_while_it_is_full"),
     ),
     Mutant(
         name="each may keep as much unfinished",
@@ -295,8 +311,8 @@ MUTANTS = (
         changes=(
             Edit(
                 Admission.measured,
-                "self._set_unfinished(known, 0 if known.is_heard else unfinished_bytes)",
-                "self._set_unfinished(known, unfinished_bytes)",
+                "self._set_unfinished(known, 0 if known.is_heard else counts_bytes)",
+                "self._set_unfinished(known, counts_bytes)",
             ),
         ),
         place=ByTest(f"{CORE}::test_engines_that_are_heard_share_no_bound"),
