@@ -47,15 +47,13 @@ them (the peer is ready, or lost). Renewals of many leases travel in one message
 
 from statemachine.remote_engine.claims import (
     ASSUMED_OVER,
-    CONSUMED_MAX,
-    DRIFT_DIVISOR,
     LEFT,
     REPLACED,
     RESIZED,
     RESTARTED,
     RETIRED,
 )
-from statemachine.remote_engine.core import ATTEMPTS_PER_LEASE, MACHINES, RemoteEngine
+from statemachine.remote_engine.core import MACHINES, RemoteEngine
 from statemachine.remote_engine.messages import (
     AbortAsked,
     Address,
@@ -97,9 +95,6 @@ from statemachine.remote_engine.views import ClaimView, EngineView, RequestView
 
 __all__ = (
     "ASSUMED_OVER",
-    "ATTEMPTS_PER_LEASE",
-    "CONSUMED_MAX",
-    "DRIFT_DIVISOR",
     "LEFT",
     "MACHINES",
     "REPLACED",

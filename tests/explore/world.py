@@ -65,7 +65,6 @@ from statemachine.kernel import Effect, Event
 from statemachine.lease import LeaseName
 from statemachine.lending import Lending
 from statemachine.remote_engine import (
-    DRIFT_DIVISOR,
     AbortAsked,
     Announced,
     Connected,
@@ -97,6 +96,7 @@ from statemachine.remote_engine import (
     TornDown,
     Unwatched,
 )
+from statemachine.remote_engine.claims import DRIFT_DIVISOR
 from tests.explore.product import LEAVING_GRACE_NS, TICK_NS, Cores, Product
 from tests.explore.shelf import CoreBroken, Shelf
 

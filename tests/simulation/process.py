@@ -69,7 +69,7 @@ LATE_WRITE_SHARE = 0.9
 DRIFT_PPB_MAX = 500_000
 """How fast or slow the crystal of a machine may run."""
 SLEW_PPB_MAX = 83_333_000
-"""What chrony adds to it at most; `statemachine.remote_engine.DRIFT_DIVISOR` allows for both, on two machines."""
+"""What chrony adds to it at most; `DRIFT_DIVISOR` of the core's claims allows for both, on two machines."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from statemachine import hold, peer, remote_engine, request
+from statemachine import hold, peer, request
 from statemachine.failures import (
     AbortedByClient,
     ActorCrashed,
@@ -44,8 +44,6 @@ from statemachine.kernel import Effect, Event, ProtocolError
 from statemachine.lease import LEASES_PER_MESSAGE_MAX, LeaseName
 from statemachine.remote_engine import (
     ASSUMED_OVER,
-    ATTEMPTS_PER_LEASE,
-    DRIFT_DIVISOR,
     REPLACED,
     RESIZED,
     RESTARTED,
@@ -84,6 +82,8 @@ from statemachine.remote_engine import (
     Unwatched,
     claims,
 )
+from statemachine.remote_engine.claims import DRIFT_DIVISOR
+from statemachine.remote_engine.core import ATTEMPTS_PER_LEASE
 from statemachine.trace import StepSeen, observer_of
 from tests.rig.work import Counted
 
@@ -1536,7 +1536,7 @@ def test_what_a_release_costs_does_not_grow_with_those_that_were_forgotten() -> 
         return drive
 
     # In turns: the machine is faster at one time than at another.
-    few, many = after(100), after(4 * remote_engine.CONSUMED_MAX)
+    few, many = after(100), after(4 * claims.CONSUMED_MAX)
     of_few, of_many = zip(*((seconds_of_a_release(few), seconds_of_a_release(many)) for _ in range(200)), strict=True)
     assert min(of_many) < 3 * min(of_few)
 

@@ -24,7 +24,6 @@ from statemachine.failures import (
 from statemachine.kernel import Effect, Event
 from statemachine.lease import LEASES_PER_MESSAGE_MAX, LeaseName
 from statemachine.remote_engine import (
-    DRIFT_DIVISOR,
     AbortAsked,
     Announced,
     BlocksResolved,
@@ -54,6 +53,7 @@ from statemachine.remote_engine import (
     TornDown,
     claims,
 )
+from statemachine.remote_engine.claims import DRIFT_DIVISOR
 
 MS = 1_000_000
 LIMITS = EngineLimits(
