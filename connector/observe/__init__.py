@@ -7,7 +7,9 @@ stats            figures per interval: vLLM's periodic log line and Prometheus
 catalogue        every metric, as data
 traced           what is recorded of it: which machines, and the name of the step that makes one
 flight_recorder  the last steps of the machines of this process, always
-trace_log        state-transition records as JSON lines, a sequence of files for each process, and their reader
+trace_format     state-transition records as lines of JSON
+trace_log        a sequence of files of them for each process
+trace_reader     those of all processes, read
 trace_writer     the thread that writes them
 sinks            several readers of the same records
 durations        how long something took, in words

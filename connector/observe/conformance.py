@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from connector.observe.history import LeaseKey, begins_process
-from connector.observe.trace_log import ProcessTrace
+from connector.observe.trace_reader import ProcessTrace
 from connector.observe.traced import CREATED, MACHINES, TERMINAL
 from statemachine import hold, lease, peer, request
 from statemachine.failures import Failure

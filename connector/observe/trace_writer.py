@@ -22,7 +22,8 @@ import msgspec
 
 from connector.cpu_affinity import leave_single_cpu
 from connector.observe.log import get_logger
-from connector.observe.trace_log import JsonLinesSink, TraceGap
+from connector.observe.trace_format import TraceGap
+from connector.observe.trace_log import JsonLinesSink
 from statemachine.trace import TransitionRecord
 
 QUEUE_RECORDS_MAX = 1 << 15

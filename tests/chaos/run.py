@@ -14,7 +14,7 @@ import httpx
 
 from connector.observe.catalogue import COMPLETED, FAILED_BY_KIND, kinds
 from connector.observe.conformance import check
-from connector.observe.trace_log import merged, read_processes
+from connector.observe.trace_reader import merged, read_processes
 from tests.chaos.cluster import SOCKETS_OF_A_RECONNECTION, ChaosCluster, ConnectorName, Prefill
 from tests.chaos.drains import END_SECONDS_MAX, Disturbance, by_command, by_sigterm
 from tests.chaos.load import Load

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from connector.observe.history import History, Story, histories, matching, stories
-from connector.observe.trace_log import read_trace
+from connector.observe.trace_reader import read_trace
 from connector.observe.traced import TERMINAL
 from statemachine.trace import TransitionRecord
 from tests.e2e.client import PrefillDecode

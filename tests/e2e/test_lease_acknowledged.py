@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from connector.observe.catalogue import RENEWALS
-from connector.observe.trace_log import read_trace
+from connector.observe.trace_reader import read_trace
 from connector.observe.traced import TERMINAL
 from statemachine.trace import TransitionRecord
 from tests.e2e.client import CALL_TIMEOUT_SECONDS, Client, PrefillDecode

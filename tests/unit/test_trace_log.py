@@ -32,21 +32,9 @@ from connector.observe import trace_log
 from connector.observe.explanation import Live, explain, find
 from connector.observe.history import histories, stories
 from connector.observe.log import get_logger
-from connector.observe.trace_log import (
-    SCHEMA,
-    FileHeader,
-    JsonLinesSink,
-    TraceDirectoryError,
-    TraceFileError,
-    TraceSchemaError,
-    is_sampled,
-    open_trace_log,
-    read_processes,
-    read_trace,
-    read_trace_about,
-    read_trace_file,
-    render_line,
-)
+from connector.observe.trace_format import SCHEMA, FileHeader, TraceFileError, TraceSchemaError, render_line
+from connector.observe.trace_log import JsonLinesSink, TraceDirectoryError, is_sampled, open_trace_log
+from connector.observe.trace_reader import read_processes, read_trace, read_trace_about, read_trace_file
 from connector.runtime.context import engine_limits
 from connector.runtime.lease_keeper import lending_limits
 from connector.runtime.recorder import Recorder

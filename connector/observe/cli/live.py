@@ -247,13 +247,8 @@ def _with_readers_of_expired(found: Survey, timeout: float, access: Access) -> t
 
 
 def _records_about(request: str, directory: Path) -> list[Any]:
-    from connector.observe.trace_log import (
-        NO_TRACE_FILE,
-        TraceFileError,
-        TraceSchemaError,
-        read_trace_about,
-        trace_files,
-    )
+    from connector.observe.trace_format import TraceFileError, TraceSchemaError
+    from connector.observe.trace_reader import NO_TRACE_FILE, read_trace_about, trace_files
 
     try:
         if not trace_files(directory):

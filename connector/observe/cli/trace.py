@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from connector.observe.history import History, Story
     from connector.observe.summary import Outcome, SlowRequest, Summary, Times
     from connector.observe.timeline.clocks import Clock
-    from connector.observe.trace_log import ProcessTrace
+    from connector.observe.trace_reader import ProcessTrace
 
 NOTHING_FOUND = 1
 CANNOT_READ = 2
@@ -60,7 +60,7 @@ class _Traces:
     @cached_property
     def histories(self) -> list[History]:
         from connector.observe.history import histories
-        from connector.observe.trace_log import merged
+        from connector.observe.trace_reader import merged
 
         return histories(merged(self.processes))
 
@@ -78,13 +78,8 @@ class _Traces:
 
 
 def _read(directory: Path) -> _Traces:
-    from connector.observe.trace_log import (
-        NO_TRACE_FILE,
-        TraceFileError,
-        TraceSchemaError,
-        read_processes,
-        trace_files,
-    )
+    from connector.observe.trace_format import TraceFileError, TraceSchemaError
+    from connector.observe.trace_reader import NO_TRACE_FILE, read_processes, trace_files
 
     # Millions of objects are made that all live until the end: a collector would look at them again and again.
     gc.disable()

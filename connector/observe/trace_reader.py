@@ -1,0 +1,342 @@
+"""The state-transition trace on disk, read: `read_processes` and `read_trace` give the records of all processes back,
+`read_trace_about` those of some requests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import lt
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+
+from connector.observe.log import get_logger
+from connector.observe.trace_format import (
+    GAP_START,
+    HEADER_START,
+    FileHeader,
+    TraceGap,
+    decode_gap,
+    decode_header,
+    decode_record,
+    decode_records,
+    expressible,
+    render_line,
+    split_name,
+)
+from statemachine.trace import TransitionRecord
+
+
+class TraceFile(msgspec.Struct, frozen=True, kw_only=True):
+    """One file.
+
+    Attributes:
+        header: None in an excerpt.
+        torn_bytes: length of a last line without an end, which is not among the records.
+        places: of the records among the lines behind the header, where some of these are left out; None: all are here.
+        gaps: where records were not written: numbers of lines, from 1, and what stands there.
+    """
+
+    path: Path
+    header: FileHeader | None
+    records: list[TransitionRecord]
+    torn_bytes: int
+    places: tuple[int, ...] | None = None
+    gaps: tuple[tuple[int, TraceGap], ...] = ()
+
+    def located(self) -> Iterator[tuple[int, TransitionRecord]]:
+        """The records with the numbers of their lines, from 1."""
+        first = 1 if self.header is None else 2
+        if self.places is None:
+            return enumerate(self.records, start=first)
+        return ((first + place, record) for place, record in zip(self.places, self.records, strict=True))
+
+
+class ProcessTrace(NamedTuple):
+    """What is left of what one process wrote: its files in order."""
+
+    files: tuple[TraceFile, ...]
+
+    @property
+    def header(self) -> FileHeader | None:
+        """Of the first file that is left."""
+        return self.files[0].header
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every transition of the process, from its first one, is here."""
+        return all(
+            file.header is not None and file.header.part == part and file.header.sample == 1.0 and not file.gaps
+            for part, file in enumerate(self.files)
+        )
+
+    @property
+    def records(self) -> list[TransitionRecord]:
+        """In the order in which they were written."""
+        return [record for file in self.files for record in file.records]
+
+
+def read_trace_file(path: Path) -> TraceFile:
+    """One file. Raises OSError, TraceFileError and TraceSchemaError."""
+    header, start, whole, end, torn = _split(path)
+    if GAP_START in whole:
+        return _read_with_gaps(path)
+    records = decode_records(path, start + 1, whole) if end else []
+    return TraceFile(path=path, header=header, records=records, torn_bytes=len(torn))
+
+
+def _read_with_gaps(path: Path) -> TraceFile:
+    header, start, whole, _, torn = _split(path)
+    places, lines, gaps = [], [], []
+    for place, line in enumerate(whole.split(b"\n")):
+        if line.startswith(GAP_START):
+            gaps.append((start + place + 1, decode_gap(path, start + place + 1, line)))
+        else:
+            places.append(place)
+            lines.append(line)
+    records = [decode_record(path, start + place + 1, line) for place, line in zip(places, lines, strict=True)]
+    return TraceFile(
+        path=path, header=header, records=records, torn_bytes=len(torn), places=tuple(places), gaps=tuple(gaps)
+    )
+
+
+def _split(path: Path) -> tuple[FileHeader | None, int, bytes, bytes, bytes]:
+    """Header, the number of lines that it takes, the other lines without the end of the last one, that end (empty:
+    there are none), and what was torn."""
+    whole, end, torn = path.read_bytes().rpartition(b"\n")
+    header, start = None, 0
+    if whole.startswith(HEADER_START):
+        first, _, rest = whole.partition(b"\n")
+        header, whole, start = decode_header(path, first), rest, 1
+        if not rest:
+            end = b""
+    return header, start, whole, end, torn
+
+
+def trace_files(directory: str | Path) -> list[Path]:
+    """Those in it whose names are those of trace files; where it is a file itself, that one, whatever its name. Raises
+    OSError."""
+    directory = Path(directory)
+    if directory.is_file():
+        return [directory]
+    return sorted(path for path in directory.iterdir() if split_name(path.name) is not None)
+
+
+NO_TRACE_FILE = "no trace file is there: their names end in .jsonl"
+
+
+def read_processes(directory: str | Path) -> list[ProcessTrace]:
+    """What each process wrote that traced to `directory`, which may be a single file of any name too.
+
+    A line that its process was still writing, or was killed in, is left out, and so is a record that is there again, as
+    where somebody has copied a file; a log line for each says of how many files that is.
+
+    Raises OSError; TraceFileError when a whole line is not a transition record; TraceSchemaError.
+    """
+    return _told_apart(_read_processes(directory, read_trace_file), directory)
+
+
+def _told_apart(processes: list[ProcessTrace], directory: str | Path) -> list[ProcessTrace]:
+    torn_files = sum(file.torn_bytes > 0 for process in processes for file in process.files)
+    if torn_files:
+        get_logger().warning("left out the unfinished last line of %d trace file(s) in %s", torn_files, directory)
+    once, repeating = _without_repetitions(processes)
+    for file in (file for process in once for file in process.files if file.gaps):
+        line, first = file.gaps[0]
+        get_logger().warning(
+            "%d record(s) are missing in %s, because its file system did not keep up: the first at line %d, from %s to "
+            "%s (UTC). What is said of that time is not complete",
+            sum(gap.missing for _, gap in file.gaps),
+            file.path,
+            line,
+            _time_of_day(first.wall),
+            _time_of_day(first.until_wall),
+        )
+    if repeating:
+        more = f" and {len(repeating) - 1} more file(s)" if len(repeating) > 1 else ""
+        get_logger().warning(
+            "left out %d record(s) of %s%s that are there twice; is one a copy of another?",
+            sum(repeating.values()),
+            next(iter(repeating)),
+            more,
+        )
+    return once
+
+
+def _time_of_day(wall: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(wall))
+
+
+def _without_repetitions(processes: list[ProcessTrace]) -> tuple[list[ProcessTrace], dict[Path, int]]:
+    """Each record once, and of how many records of which files there was another. The process that has most of them
+    keeps its own, so that a copy of a part makes no gap in the whole."""
+    seen = _Seen()
+    kept: dict[int, ProcessTrace] = {}
+    repeating: dict[Path, int] = {}
+    lengths = [sum(len(file.records) for file in process.files) for process in processes]
+    for at in sorted(range(len(processes)), key=lambda at: -lengths[at]):
+        files = []
+        for file in processes[at].files:
+            places = seen.new_among(file.records)
+            if len(places) < len(file.records):
+                repeating[file.path] = len(file.records) - len(places)
+                if not places:
+                    continue
+                records = [file.records[place] for place in places]
+                lines = places if file.places is None else [file.places[place] for place in places]
+                file = msgspec.structs.replace(file, records=records, places=tuple(lines))
+            files.append(file)
+        if files:
+            kept[at] = ProcessTrace(tuple(files))
+    return [kept[at] for at in sorted(kept)], repeating
+
+
+_Moment: TypeAlias = tuple[int, int]
+"""`mono_ns` and `seq` of a record: they grow from one of a process to the next."""
+
+
+class _Seen:
+    """What was read. A process's records come in order, so that nearly always two ends tell that files have none in
+    common; only where they do not are single records compared."""
+
+    def __init__(self) -> None:
+        self._files: dict[tuple[str, str, int], list[tuple[_Moment, _Moment, list[TransitionRecord]]]] = {}
+
+    def new_among(self, records: Sequence[TransitionRecord]) -> Sequence[int]:
+        """Places of those that were in no earlier call, nor are there before."""
+        of_writers: dict[tuple[str, str, int], list[int]] = {}
+        for place, record in enumerate(records):
+            of_writers.setdefault((record.engine_id, record.role, record.rank), []).append(place)
+        found: list[int] = []
+        for writer, places in of_writers.items():
+            found += self._new_of(writer, records, places)
+        return range(len(records)) if len(found) == len(records) else sorted(found)
+
+    def _new_of(
+        self, writer: tuple[str, str, int], records: Sequence[TransitionRecord], places: list[int]
+    ) -> list[int]:
+        moments = [(records[place].mono_ns, records[place].seq) for place in places]
+        first, last = min(moments), max(moments)
+        before = self._files.setdefault(writer, [])
+        known = {record for begin, end, others in before if begin <= last and first <= end for record in others}
+        if known or not all(map(lt, moments, moments[1:])):
+            new = []
+            for place in places:
+                if records[place] not in known:
+                    known.add(records[place])
+                    new.append(place)
+            places = new
+        if places:
+            before.append((first, last, [records[place] for place in places]))
+        return places
+
+
+def _read_processes(directory: str | Path, read: Callable[[Path], TraceFile]) -> list[ProcessTrace]:
+    sequences: dict[str, list[tuple[int, Path]]] = {}
+    for path in trace_files(directory):
+        stem, part = split_name(path.name) or (path.name, 0)
+        sequences.setdefault(stem, []).append((part, path))
+    processes = [ProcessTrace(tuple(_read_parts(parts, read))) for parts in sequences.values()]
+    return [process for process in processes if process.files]
+
+
+def _read_parts(parts: Iterable[tuple[int, Path]], read: Callable[[Path], TraceFile]) -> Iterator[TraceFile]:
+    for _, path in sorted(parts):
+        with contextlib.suppress(FileNotFoundError):  # its process has deleted it meanwhile
+            yield read(path)
+
+
+def merged(processes: Iterable[ProcessTrace]) -> list[TransitionRecord]:
+    """The records of all of them by wall clock time; those of one process in the order in which they were written, also
+    where its wall clock was set back."""
+    keyed: list[tuple[float, int, TransitionRecord]] = []
+    for process in processes:
+        latest = 0.0
+        for file in process.files:
+            for record in file.records:
+                latest = max(latest, record.wall)
+                keyed.append((latest, record.seq, record))
+    keyed.sort(key=lambda each: each[:2])
+    return [record for _, _, record in keyed]
+
+
+def read_trace(directory: str | Path) -> list[TransitionRecord]:
+    """The records of all processes that wrote to `directory`; `merged`, and raises as `read_processes` does."""
+    return merged(read_processes(directory))
+
+
+# --- about some requests ----------------------------------------------------------------------------------------------
+
+NAMES_SOUGHT_MAX = 32
+"""Ids that files are searched for at once; for more it is quicker to read everything."""
+
+_OF_A_PEER = b'"machine":"peer"'
+
+
+def read_trace_about(directory: str | Path, text: str) -> list[TransitionRecord]:
+    """As `read_trace`, but only what bears on requests with `text` in an id: all records that name such an id or the
+    one on the other side, and those of connections. There may be others among them.
+
+    Lines are chosen by their bytes and only these are decoded, so a line that is not a record is found only where it is
+    one of them, or the first of its file.
+    """
+    found = _read_with(directory, [_as_written(text)])
+    names = {
+        name
+        for process in found
+        for record in process.records
+        for name in (record.subject if record.machine in ("request", "lease") else None, record.remote_request_id)
+        if name is not None and (text in record.subject or text in (record.remote_request_id or ""))
+    }
+    # What contains the text has been found by it: this looks for the ids that do not.
+    sought = [_as_written(text), *map(_as_written, sorted(name for name in names if text not in name))]
+    if len(sought) > NAMES_SOUGHT_MAX:
+        return read_trace(directory)
+    return merged(_told_apart(_read_with(directory, [*sought, _OF_A_PEER]), directory))
+
+
+def _as_written(name: str) -> bytes:
+    """As it is in a line, without the quotation marks."""
+    return msgspec.json.encode(expressible(name))[1:-1]
+
+
+def _read_with(directory: str | Path, needles: Sequence[bytes]) -> list[ProcessTrace]:
+    """Only the lines in which one of them is."""
+    return _read_processes(directory, lambda path: _read_file_with(path, needles))
+
+
+def _read_file_with(path: Path, needles: Sequence[bytes]) -> TraceFile:
+    header, start, whole, end, torn = _split(path)
+    if not end:
+        return TraceFile(path=path, header=header, records=[], torn_bytes=len(torn))
+    first = whole.partition(b"\n")[0]
+    if first.startswith(GAP_START):
+        return read_trace_file(path)
+    if render_line(decode_record(path, start + 1, first)) != first:
+        return read_trace_file(path)  # not as it was written: a tool has put it in another form, or a later version
+    records, gaps = [], []
+    number, counted = start + 1, 0
+    for begin, after in _lines_with(whole, [*needles, GAP_START]):
+        number, counted = number + whole.count(b"\n", counted, begin), begin
+        line = whole[begin:after]
+        if line.startswith(GAP_START):
+            gaps.append((number, decode_gap(path, number, line)))
+        else:
+            records.append(decode_record(path, number, line))
+    return TraceFile(path=path, header=header, records=records, torn_bytes=len(torn), gaps=tuple(gaps))
+
+
+def _lines_with(lines: bytes, needles: Sequence[bytes]) -> list[tuple[int, int]]:
+    """From where to where those reach in which one of them is."""
+    found: dict[int, int] = {}
+    for needle in needles:
+        at = lines.find(needle)
+        while at >= 0:
+            after = lines.find(b"\n", at)
+            after = len(lines) if after < 0 else after
+            found[lines.rfind(b"\n", 0, at) + 1] = after
+            at = lines.find(needle, after + 1)
+    return sorted(found.items())
