@@ -227,7 +227,7 @@ def test_why_a_request_waits_behind_a_quarantine(monkeypatch: pytest.MonkeyPatch
             assert waits.cause.startswith("Quarantined: 3")
             assert "because READs from p have not ended" in waits.cause
             (stuck,) = (explain(case, live) for case in find("stuck", records, live))
-            assert stuck.cause.startswith("Quarantined: READs from prefill engine p never ended")
+            assert stuck.cause.startswith("Quarantined: READs from prefill engine p did not end in time")
             late.let_go()
             monkeypatch.undo()
 

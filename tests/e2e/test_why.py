@@ -402,7 +402,7 @@ def test_a_full_quarantine(two_prefill: TwoPrefillOneDecode) -> None:
     for key in STUCK:
         request = group.traces.ended_request(key)
         assert request.states == ("pending_handshake", "reading", "draining", "failed")
-        assert_names(why(key, decode), "Quarantined", f"READs from prefill engine {HANGING_ID} never ended")
+        assert_names(why(key, decode), "Quarantined", f"READs from prefill engine {HANGING_ID} did not end in time")
 
     answer = group.from_healthy.decode(prompt(TOKENS, refused), prefilled(group.from_healthy, refused), refused)
     assert answer.status == 500

@@ -138,7 +138,12 @@ RULES = [
     ),
     Rule(
         "the command line knows neither vLLM nor torch",
-        ("connector/observe/cli", *(f"connector/observe/{name}.py" for name in ("diagnosis", "explanation", "live"))),
+        (
+            "connector/observe/cli",
+            "connector/observe/explanation",
+            "connector/observe/diagnosis.py",
+            "connector/observe/live.py",
+        ),
         neither("vllm", "torch", "nixl", "connector.runtime", "connector.worker", "connector.scheduler"),
     ),
     Rule(

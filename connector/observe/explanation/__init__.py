@@ -1,0 +1,79 @@
+"""Why a request is where it is: from what was recorded of it, and what engines say of it now, to an answer in words.
+
+    records --stories--> Story \\
+                                Case --explain--> Explanation
+    rows of running engines ---/
+
+`explain` is a pure function. Its first line is the cause: the kind of the failure first where there is one, otherwise
+what is waited for. A failure that only follows from another one names that: a request that was refused because its peer
+backs off, says why it backs off. What to do is a table by kind (`WHAT_TO_DO`).
+
+A Case is one request of one decode engine, or a lease that no decode engine is known to have read, or a request that
+came without parameters. `find` puts together those that a person may mean by a text.
+
+rows      what running engines say of themselves, by kind
+cases     records and rows, put together to requests
+answer    the answer, and the sentences that all kinds of answers have
+waiting   a request that D has in hand
+ended     a request of D that has ended, or that its records leave open
+not_read  a lease that nobody is known to have read, a prompt that was computed where it came to, nothing at all
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import msgspec
+
+from connector.observe.advice import NIXL_HANGS
+from connector.observe.explanation.answer import Explanation, Happened
+from connector.observe.explanation.cases import Case, find
+from connector.observe.explanation.ended import explain_end, explain_end_of_one_rank, explain_recorded
+from connector.observe.explanation.not_read import explain_lease, explain_local_prefill, explain_nothing
+from connector.observe.explanation.rows import Live, Said, Silent, live_of
+from connector.observe.explanation.waiting import explain_waiting
+from connector.observe.history import DONE, deciding_rank
+from connector.wire.inspection import RequestRow
+
+__all__ = ["Case", "Explanation", "Happened", "Live", "Said", "Silent", "explain", "explain_nothing", "find", "live_of"]
+
+
+def explain(case: Case, live: Live) -> Explanation:
+    """See the module's docstring."""
+    answer = _explain(case, live)
+    every = (*case.story.requests, *case.story.holds, *case.story.leases)
+    moved = tuple(
+        f"the clock of {name} rank {rank} was moved by {live.shifts[name, rank]:+.3f} s to agree with the others"
+        for name, rank in sorted({(each.engine_id, each.rank) for each in every}.intersection(live.shifts))
+    )
+    facts = (*_hanging(answer, live), *answer.facts, *moved)
+    return msgspec.structs.replace(answer, facts=facts) if facts != answer.facts else answer
+
+
+def _hanging(answer: Explanation, live: Live) -> Iterator[str]:
+    """Ranks of both engines of a request in which NIXL hangs, which looks like a mistake of another engine."""
+    for engine_id, rank, row in live.engines:
+        if engine_id in (answer.engine_id, answer.peer) and row.nixl_lag_seconds:
+            yield f"{engine_id} rank {rank}: {NIXL_HANGS % row.nixl_lag_seconds}"
+
+
+def _explain(case: Case, live: Live) -> Explanation:
+    worst = deciding_rank(case.story.requests) if case.story.requests else None
+    if case.requests:
+        said = max(case.requests, key=_how_bad)
+        if worst is not None and worst.is_over and worst.outcome != DONE and said.row.failure is None:
+            return explain_end_of_one_rank(case, worst, live)
+        return explain_waiting(case, said, live)
+    if worst is not None and worst.is_over:
+        return explain_end(case, worst, live)
+    if worst is not None:
+        return explain_recorded(case, worst, live)
+    if case.local_prefill is not None:
+        return explain_local_prefill(case, case.local_prefill, live)
+    return explain_lease(case, live)
+
+
+def _how_bad(said: Said[RequestRow]) -> tuple[bool, float]:
+    """Of the ranks of a request that lives, one that has failed decides, else the one that has waited longest."""
+    return said.row.failure is not None, said.row.since_seconds if said.row.since_seconds is not None else math.inf

@@ -1,0 +1,180 @@
+"""What a person may mean by a text: records and rows, put together to requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from connector.observe.explanation.rows import Live, Said
+from connector.observe.history import (
+    History,
+    LeaseKey,
+    LeasesGiven,
+    Story,
+    best_named,
+    histories,
+    stories,
+)
+from connector.wire.inspection import (
+    HoldRow,
+    LeaseRow,
+    LocalPrefillRow,
+    RequestRow,
+)
+from statemachine.trace import TransitionRecord
+
+
+@dataclass(kw_only=True, eq=False)
+class Case:
+    """What a person may mean: see the module's docstring."""
+
+    story: Story = field(default_factory=Story)
+    requests: list[Said[RequestRow]] = field(default_factory=list)
+    leases: list[Said[LeaseRow]] = field(default_factory=list)
+    local_prefill: Said[LocalPrefillRow] | None = None
+    peers: list[History] = field(default_factory=list)
+    """Of the connections from D to the peers of this request."""
+
+    @property
+    def name(self) -> str:
+        if self.story.requests:
+            return self.story.requests[0].subject
+        if self.requests:
+            return self.requests[0].row.request_id
+        if self.local_prefill is not None:
+            return self.local_prefill.row.request_id
+        if self.story.leases:
+            return self.story.leases[0].subject
+        return self.leases[0].row.request_id if self.leases else ""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every id that it has somewhere."""
+        rows = {name for each in self.requests for name in (each.row.request_id, each.row.remote_request_id)}
+        rows |= {each.row.request_id for each in self.leases}
+        if self.local_prefill is not None:
+            rows.add(self.local_prefill.row.request_id)
+        return self.story.names | rows
+
+    @property
+    def began(self) -> float:
+        every = [each.records[0].wall for each in (*self.story.requests, *self.story.leases)]
+        return min(every, default=0.0)
+
+
+def find(text: str, records: Iterable[TransitionRecord], live: Live) -> list[Case]:
+    """The cases that a person may mean by `text` (`best_named`), in the order in which they began."""
+    every = histories(records)
+    connections: dict[tuple[str, str | None], list[History]] = {}
+    for each in every:
+        if each.machine == "peer":
+            connections.setdefault((each.engine_id, each.peer), []).append(each)
+    cases = [
+        Case(story=story, peers=connections.get((story.requests[0].engine_id, story.requests[0].peer), []))
+        if story.requests
+        else Case(story=story)
+        for story in stories(every)
+        if any(text in name for name in story.names)
+    ]
+    on_p = [each.lease_key for each in every if each.machine == "lease"]
+    _add_rows(text, cases, live, LeasesGiven((*on_p, *map(_key_of_lease, live.leases))))
+    cases = _with_their_leases(cases)
+    alone = [case for case in cases if not case.story.requests and not case.requests]
+    for said in live.local_prefills:
+        if text in said.row.request_id:
+            # P may have lent what D was not told of.
+            lent = [
+                case
+                for case in alone
+                if case.local_prefill is None and _unwrapped(case.name) == _unwrapped(said.row.request_id)
+            ]
+            case = lent[0] if len(lent) == 1 else Case()
+            if case not in cases:
+                cases.append(case)
+            case.local_prefill = said
+    # Last, because what is one case may have an id that contains the text on one side only.
+    return sorted(best_named(cases, lambda case: case.names, text), key=lambda case: case.began)
+
+
+def _with_their_leases(cases: list[Case]) -> list[Case]:
+    """Leases of requests whose parameters name them wrongly, or not at all, belong to these requests: by the id on P,
+    or by the client's, which vLLM has wrapped in the same way on both sides."""
+    lent = [case for case in cases if not case.story.requests and not case.requests]
+    joined: list[Case] = []
+    for case in cases:
+        if case in lent or case.story.leases or case.leases:
+            continue
+        remote = {each.remote_request_id for each in case.story.requests} | {
+            each.row.remote_request_id for each in case.requests
+        }
+        mine = [
+            each
+            for each in lent
+            if each not in joined and (each.name in remote or _unwrapped(each.name) == _unwrapped(case.name))
+        ]
+        if len(mine) == 1:
+            joined += mine
+            holds = [*case.story.holds, *mine[0].story.holds]
+            case.story = Story(requests=case.story.requests, holds=holds, leases=mine[0].story.leases)
+            case.leases = mine[0].leases
+    return [case for case in cases if case not in joined]
+
+
+def _unwrapped(request_id: str) -> str:
+    """Without what vLLM draws for each engine."""
+    return request_id.rpartition("-")[0]
+
+
+def _add_rows(text: str, cases: list[Case], live: Live, given: LeasesGiven) -> None:
+    """What lives: with the case that is told by its records, or as a case of its own where these are gone."""
+    by_request = {
+        (each.engine_id, each.subject): case for case in cases for each in case.story.requests if not each.is_over
+    }
+    for said in live.requests:
+        row = said.row
+        if text not in row.request_id and text not in row.remote_request_id:
+            continue
+        case = by_request.get((said.engine_id, row.request_id)) or _of_lease(cases, given.lent_as(key_on_d(row)))
+        if case is None:
+            case = Case()
+            cases.append(case)
+        by_request[said.engine_id, row.request_id] = case
+        case.requests.append(said)
+    for said_lease in live.leases:
+        key = _key_of_lease(said_lease)
+        named = [case for case in cases if key in _leases_of(case, given)]
+        if not named and text in said_lease.row.request_id:
+            named = [Case()]
+            cases += named
+        for case in named:
+            case.leases.append(said_lease)
+
+
+def key_on_d(row: RequestRow | HoldRow) -> LeaseKey:
+    return LeaseKey(row.peer, row.remote_request_id, row.lease_number)
+
+
+def _key_of_lease(said: Said[LeaseRow]) -> LeaseKey:
+    return LeaseKey(said.engine_id, said.row.request_id, said.row.lease_number)
+
+
+def _of_lease(cases: Sequence[Case], key: LeaseKey) -> Case | None:
+    """The case that is only this lease so far."""
+    return next(
+        (
+            case
+            for case in cases
+            if not case.story.requests
+            and not case.requests
+            and any(each.lease_key == key for each in case.story.leases)
+        ),
+        None,
+    )
+
+
+def _leases_of(case: Case, given: LeasesGiven) -> set[LeaseKey]:
+    """As P calls them."""
+    known = [each.lease_key for each in (*case.story.leases, *case.story.requests)]
+    known += [key_on_d(each.row) for each in case.requests]
+    known += [_key_of_lease(each) for each in case.leases]
+    return set(map(given.lent_as, known))

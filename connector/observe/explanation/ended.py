@@ -1,0 +1,181 @@
+"""A request of D that has ended, or that its records leave open and no running engine knows: what the records say."""
+
+from __future__ import annotations
+
+import msgspec
+
+from connector.observe.advice import told
+from connector.observe.explanation.answer import (
+    Explanation,
+    after_failure,
+    blocks_in_words,
+    facts_of_leases,
+    facts_of_peer,
+    facts_of_queue,
+    first_clause,
+    happened,
+    how_long,
+    is_worth_a_word,
+)
+from connector.observe.explanation.cases import Case
+from connector.observe.explanation.rows import Live
+from connector.observe.explanation.waiting import WAITING
+from connector.observe.history import (
+    DONE,
+    History,
+)
+from connector.wire.identity import differing_factors
+from connector.wire.inspection import (
+    PeerRow,
+)
+
+FACTORS_NAMED_MAX = 3
+"""Of what makes two engines incompatible, in the first line."""
+
+
+def explain_end(case: Case, ended: History, live: Live) -> Explanation:
+    kind = ended.reason
+    detail, advice = told(kind, ended.detail, "look at the log of D")
+    peer = live.peer_of(ended.engine_id, ended.rank, ended.peer)
+    facts = facts_of_peer(peer, live.silence_of(ended.peer, peer.address if peer is not None else None))
+    if ended.outcome == DONE:
+        cause = f"Done: its KV was loaded in {how_long(ended.whole_seconds)}"
+        if is_worth_a_word(ended):
+            cause += f", {how_long(ended.queued_seconds)} of them in vLLM's queue on D"
+        blocks = f"{blocks_in_words(ended.blocks)}, {ended.length_bytes / 1e6:.1f} MB"
+        facts = [blocks, *_one_sided(case)]
+        outcome, follows, advice = "served", "nothing", "nothing"
+    else:
+        differing = _differing_factors(kind, ended, live)
+        cause = _cause_of_end(case, ended, peer, live)
+        if differing:
+            cause = (
+                f"{kind}: prefill engine {ended.peer} and this one differ: {'; '.join(differing[:FACTORS_NAMED_MAX])}"
+            )
+        facts += [*differing[FACTORS_NAMED_MAX:], *facts_of_queue(ended)]
+        outcome, follows = "failed", after_failure(live.facts(ended.engine_id))
+    if kind == "AbortedByClient":
+        follows = "nothing"
+    return Explanation(
+        request=ended.subject,
+        cause=cause,
+        outcome=outcome,
+        kind=kind,
+        detail=detail,
+        state=ended.state,
+        side="D",
+        engine_id=ended.engine_id,
+        rank=ended.rank,
+        peer=ended.peer,
+        since_wall=ended.visits[-1].wall,
+        next=follows,
+        advice=advice,
+        happened=happened(case),
+        facts=(*facts, *facts_of_leases(case)),
+    )
+
+
+def explain_end_of_one_rank(case: Case, ended: History, live: Live) -> Explanation:
+    """It has failed, and its client does not know yet: vLLM waits for all ranks."""
+    answer = explain_end(case, ended, live)
+    others = ", ".join(f"rank {each.rank} is {each.row.state}" for each in case.requests)
+    return msgspec.structs.replace(
+        answer,
+        outcome="waiting",
+        waits_for="other ranks",
+        next=f"when all ranks have ended: {answer.next}",
+        facts=(f"vLLM waits for the other ranks of D too: {others}", *answer.facts),
+    )
+
+
+def _one_sided(case: Case) -> list[str]:
+    """D has loaded it, and P does not know."""
+    held = [each for each in case.leases if each.row.state == "held"]
+    if any(each.state == "expired" for each in case.story.leases):
+        return ["P's lease expired all the same: the release did not reach it, or another reader never came"]
+    if held and held[0].row.holders:
+        return ["P still holds the blocks, for " + ", ".join(each.engine_id or "?" for each in held[0].row.holders)]
+    return []
+
+
+def _cause_of_end(case: Case, ended: History, peer: PeerRow | None, live: Live) -> str:
+    kind, clause = ended.reason or ended.state, first_clause(ended.detail)
+    if kind == "PeerBackoff":
+        root = _root_of_backoff(case, ended, peer)
+        if root is not None:
+            return f"{kind}: {root}; P is not tried again yet"
+    if kind == "DeadlineExceeded":
+        phase = next((visit.state for visit in reversed(ended.visits) if visit.state not in _ENDS), "")
+        waited = {"reading": "READs", "draining": "READs", "proving": "an answer"}.get(phase, "the connection")
+        if phase == "pending_handshake" and _was_connected(case, ended):
+            waited = "the checksums of its blocks (verify)"
+        return f"{kind}: {clause}: {waited} from prefill engine {ended.peer} did not come in time"
+    if kind == "Quarantined":
+        return f"{kind}: READs from prefill engine {ended.peer} did not end in time: {clause}"
+    if kind == "QuarantineFull" and (hanging := live.quarantined_from(ended.engine_id)):
+        # Which need not be the engine that this request was to be read from.
+        return f"{kind}: {clause}: READs from {hanging} have not ended"
+    return f"{kind}: {clause}"
+
+
+_ENDS = frozenset({"failed", "expired", "done"})
+
+
+def _was_connected(case: Case, ended: History) -> bool:
+    """Whether the connection of its rank stood when it ended, as far as is recorded."""
+    ended_ns = ended.records[-1].mono_ns
+    before = [
+        each
+        for history in case.peers
+        if history.rank == ended.rank
+        for each in history.records
+        if each.mono_ns <= ended_ns
+    ]
+    return bool(before) and max(before, key=lambda each: each.mono_ns).to_state == "ready"
+
+
+def _root_of_backoff(case: Case, ended: History, peer: PeerRow | None) -> str | None:
+    """The failure that the back-off began with."""
+    ended_ns = ended.records[-1].mono_ns
+    for history in case.peers:
+        if history.rank != ended.rank:
+            continue
+        before = [each for each in history.records if each.mono_ns <= ended_ns and each.reason]
+        if before:
+            return f"{before[-1].reason}: {first_clause(before[-1].detail)}"
+    if peer is not None and peer.failure:
+        return f"{peer.failure}: {first_clause(peer.detail)}"
+    return None
+
+
+def _differing_factors(kind: str | None, ended: History, live: Live) -> list[str]:
+    """What differs of that which decides whether KV means the same, where both engines answer."""
+    here, there = live.facts(ended.engine_id), live.facts(ended.peer)
+    if kind != "Incompatible" or here is None or there is None:
+        return []
+    differing = differing_factors(here.factors, there.factors)
+    return [f"{each.field}: {each.remote} on P, {each.local} on D" for each in differing]
+
+
+def explain_recorded(case: Case, open_one: History, live: Live) -> Explanation:
+    """It has not ended as far as records go, and no engine knows it: they were written by processes that are gone."""
+    waiting, follows = WAITING.get(open_one.state, (f"it is {open_one.state}", ""))
+    is_gone = bool(live.engines) and live.facts(open_one.engine_id) is not None
+    peer_failures = [each for history in case.peers for each in history.records if each.reason]
+    last = f" (P: {peer_failures[-1].reason})" if peer_failures and open_one.state == "pending_handshake" else ""
+    cause = f"Not ended when the records do: {waiting}{last}"
+    return Explanation(
+        request=open_one.subject,
+        cause=cause if not is_gone else f"It ended a moment ago; before that {waiting}",
+        outcome="waiting",
+        state=open_one.state,
+        side="D",
+        engine_id=open_one.engine_id,
+        rank=open_one.rank,
+        peer=open_one.peer,
+        since_wall=open_one.visits[-1].wall,
+        next=follows,
+        advice="ask the running engines (without --trace), or see whether D has ended",
+        happened=happened(case),
+        facts=(*facts_of_queue(open_one), *facts_of_leases(case)),
+    )

@@ -1,0 +1,166 @@
+"""What D is not known to have read: a lease, a prompt that was computed where it came to, or nothing at all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from connector.observe.advice import NO_PARAMETERS, NOT_READ, WHAT_TO_DO
+from connector.observe.explanation.answer import (
+    Explanation,
+    capital,
+    facts_of_leases,
+    facts_of_silent,
+    happened,
+    how_long,
+)
+from connector.observe.explanation.cases import Case
+from connector.observe.explanation.rows import Live, Said
+from connector.observe.history import (
+    deciding_rank,
+)
+from connector.wire.inspection import (
+    LocalPrefillRow,
+)
+from statemachine import hold
+from statemachine.failures import LeaseExpired
+
+LEASE_WAITING: dict[str, tuple[str, str]] = {
+    "computing": ("the prefill engine computes its prompt", "when the prompt is computed, its blocks are lent to D"),
+    "held": (
+        "the prefill engine holds its blocks, and no decode engine is known to read them",
+        "when nobody asks for them in time, the lease expires and the blocks are freed",
+    ),
+}
+"""By state of a lease, where no D is known."""
+
+
+def explain_lease(case: Case, live: Live) -> Explanation:
+    """Only P knows of it."""
+    recorded = deciding_rank(case.story.leases) if case.story.leases else None
+    said = case.leases[0] if case.leases else None
+    state = said.row.state if said is not None else recorded.state if recorded is not None else ""
+    teller = said or recorded
+    engine_id = teller.engine_id if teller is not None else None
+    since = said.row.since_seconds if said is not None else None
+    until = said.row.deadline_seconds if said is not None else None
+    kind, outcome, advice, follows = None, "waiting", "see whether the router sent it to a decode engine", "nothing"
+    if state == "held" and said is not None and said.row.holders:
+        readers = ", ".join(each.engine_id or "built-in engines" for each in said.row.holders)
+        cause = f"The prefill engine holds its blocks for {readers}, for {how_long(since)}"
+        follows = "when all of them have released it, the blocks are freed"
+        advice = "ask those decode engines too (--engine)"
+    elif state in LEASE_WAITING:
+        waiting, follows = LEASE_WAITING[state]
+        cause = f"{capital(waiting)}, for {how_long(since)}"
+    elif state == "expired":
+        kind, outcome, advice = LeaseExpired.__name__, "failed", WHAT_TO_DO[LeaseExpired.__name__]
+        who = f": {recorded.detail}" if recorded is not None and recorded.detail else ""
+        cause = (
+            f"{kind}: prefill engine {engine_id} kept its blocks until the lease ended, and they were not released{who}"
+        )
+    elif state == "done" and (readers := _let_go_unread(case)):
+        kind, outcome, advice = NOT_READ, "not_read", WHAT_TO_DO[NOT_READ]
+        cause = (
+            f"{kind}: decode engine {readers} had its blocks held and released them without a READ: the client left "
+            "while the request was in vLLM's queue, or D had these blocks or computed them itself"
+        )
+    elif state == "done":
+        outcome, advice = "served", "nothing"
+        cause = "Done: a decode engine released its blocks, as after a READ; its own records were not found"
+    else:
+        outcome, advice = "failed", "nothing: the prefill ended without lending (aborted, or nothing was computed)"
+        cause = "The prefill engine ended it without lending its blocks"
+    return Explanation(
+        request=case.name,
+        cause=cause,
+        outcome=outcome,
+        kind=kind,
+        state=state,
+        side="P",
+        engine_id=engine_id,
+        rank=teller.rank if teller is not None else None,
+        since_seconds=since,
+        since_wall=recorded.visits[-1].wall if recorded is not None else None,
+        waits_for="a decode engine" if state == "held" else None,
+        until_seconds=until,
+        next=follows,
+        advice=advice,
+        happened=happened(case),
+        facts=(*facts_of_leases(case), *facts_of_silent(live)),
+    )
+
+
+_LET_GO = frozenset({hold.State.RELEASING.value, hold.State.RELEASED.value})
+
+
+def _let_go_unread(case: Case) -> str:
+    """The decode engines that held a lease of which no request is recorded, and let go of it; empty: none is known.
+
+    A request that reads is made before it lets go. So where the beginning of each hold is recorded nothing that came
+    after it was overwritten, and there was no request.
+    """
+    holds = case.story.holds
+    if any(each.records[0].from_state is not None or each.state not in _LET_GO for each in holds):
+        return ""
+    return ", ".join(sorted({each.engine_id for each in holds}))
+
+
+def explain_local_prefill(case: Case, said: Said[LocalPrefillRow], live: Live) -> Explanation:
+    row, facts = said.row, live.facts(said.engine_id)
+    had = (
+        "kv_transfer_params with neither do_remote_prefill nor do_remote_decode"
+        if row.has_params
+        else "no kv_transfer_params"
+    )
+    is_prefill = facts is not None and facts.role == "kv_producer"
+    where = "P, which did not lend what it computed" if is_prefill else "D, which computed the prompt itself"
+    cause = f"{NO_PARAMETERS}: the request came with {had} to {where}"
+    advice = WHAT_TO_DO[NO_PARAMETERS]
+    if is_prefill:
+        advice = 'have the router send kv_transfer_params {"do_remote_decode": true} to P'
+    elif live.leaving and not (case.leases or case.story.leases):
+        cause += f"; {_say_who_leaves(live.leaving)}"
+    more = [f"{row.prompt_tokens} tokens of prompt, {how_long(row.age_seconds)} ago"]
+    if case.leases or case.story.leases:
+        more.append("a prefill engine lent the blocks of this prompt: the router has lost the parameters on the way")
+    return Explanation(
+        request=row.request_id,
+        cause=cause,
+        outcome="computed_locally",
+        kind=NO_PARAMETERS,
+        state="computed locally",
+        side="P" if is_prefill else "D",
+        engine_id=said.engine_id,
+        rank=said.rank,
+        since_seconds=row.age_seconds,
+        next="nothing: the client gets a right answer, later than it could",
+        advice=advice,
+        happened=happened(case),
+        facts=(*more, *facts_of_leases(case)),
+    )
+
+
+def _say_who_leaves(leaving: Sequence[str]) -> str:
+    return f"{', '.join(leaving)} drains, and answers prefills that come since then without kv_transfer_params"
+
+
+TRACE_LACKS = (
+    " Or it came without kv_transfer_params and was computed where it came to: traces do not have such requests, the "
+    "running engines do (without --trace)."
+)
+
+
+def explain_nothing(text: str, live: Live, looked_at: Sequence[str], *, is_trace: bool = False) -> str:
+    """When nothing matches: what that may mean. `is_trace`: traces were looked at, and no running engine."""
+    where = ", ".join(looked_at) or "nothing"
+    reach = [each.row.recorded_seconds for each in live.engines if each.row.recorded_seconds is not None]
+    back = f" Their records reach back {how_long(min(reach))}." if reach else ""
+    silent = "".join(f" {each.address} could not be asked: {each.problem}." for each in live.silent)
+    leaves = f" {_say_who_leaves(live.leaving)}; these are not recorded." if live.leaving else ""
+    return (
+        f"No request with {text!r} in its id. Looked at: {where}.{back}{silent}{leaves} Either the router never sent "
+        "it to these engines, or under another id; or it waits in vLLM's queue, on a prefill engine, or on D with "
+        "parameters that will be refused; or it ended before their records begin; or its client left while it was in "
+        "vLLM's queue; or nothing had to be read for it: D had it cached, or its prompt goes on from one that was read "
+        "before." + (TRACE_LACKS if is_trace else "")
+    )
