@@ -11,7 +11,9 @@ pace           how much of the interpreter the planning of handshakes may take
 block_tables   from block tables to the descriptors of READs
 reads          READs and remote agents of all of them: what stands in front of the NIXL port
 held_commands  READs that wait for the device, and what must not overtake them
-verification   checksums of what READs have left (option `verify`)
+verification   checksums of lent blocks (option `verify`): asked for, made, compared
+verifier       between the end of a READ and the core: are its bytes those that were lent?
+wait_notices   says in the log which requests wait for long, and for what
 introductions  executor of `Introductions`: engines that are met before a request needs them
 lease_keeper   executor of `Lending`: what this rank lends, and its control socket
 listener       answers handshakes, in the scheduler's process; it has a thread there, and checks keys in another one

@@ -9,9 +9,8 @@ engine keeps that busy (docs/performance.md). Each message is an event of the co
 carried out in order. What is told while the actor is at work waits in its inbox until it is done. What takes time
 (handshakes, links, notifications, tearing down) runs in child tasks (`connector/runtime/connections.py`), which end by
 telling an event. The actor's own task sleeps until the core's next deadline. What follows from what is in
-`statemachine/remote_engine/`. In here is one rule, that of the option `verify`, for which the core would have to know
-checksums: blocks are resolved when P has said those of the lease (`_resolve_blocks`), and a READ counts as ended well
-when those of its bytes are equal (`_compare`).
+`statemachine/remote_engine/`. With the option `verify` blocks are resolved when P has said the checksums of the lease
+(`_resolve_blocks`), and between the end of a READ and the core stands the `Verifier`.
 
 A mistake that raises while an effect is carried out costs that effect; the others are still carried out. Then the
 actor crashes, in its own task, and not whoever told it something: the supervisor lets it `recover`, which tells the
@@ -31,7 +30,6 @@ import trio
 from connector.clock import NS_PER_SECOND, to_ns
 from connector.layout.geometry import BlockIdError
 from connector.observe.catalogue import FAILED_HANDSHAKES
-from connector.observe.log import WAIT_SAID_AFTER_SECONDS, EventLog, describe_wait
 from connector.ports import nixl
 from connector.protocol import (
     AbortPull,
@@ -42,22 +40,21 @@ from connector.protocol import (
     QuarantineLifted,
     ReceiveEnded,
     StartPull,
-    SumsFound,
     TrackLease,
 )
-from connector.runtime.block_tables import Check, Resolved, checks, resolve
+from connector.runtime.block_tables import Resolved, checks, resolve
 from connector.runtime.connections import Connections
 from connector.runtime.context import ActorContext, engine_limits
 from connector.runtime.reads import ReadOrder
-from connector.runtime.verification import KnownSums, SumsOfPeer, corrupt, difference, known_sums, stretches
+from connector.runtime.verification import KnownSums, SumsOfPeer
+from connector.runtime.verifier import Verifier
+from connector.runtime.wait_notices import WaitNotices
 from connector.wire.bounded import DecodeFailed
-from connector.wire.control import decode_sums
 from connector.wire.notifications import encode_heartbeats, encode_release
 from statemachine import remote_engine as core
 from statemachine import roster
 from statemachine.failures import ActorCrashed, BadParams, Failure
 from statemachine.kernel import Effect, Event
-from statemachine.lease import LeaseName
 from statemachine.roster import PeerKey
 from statemachine.trace import LogSteps
 
@@ -104,11 +101,10 @@ class PeerActor:
             identity=f"{local.engine_id}/{local.tp_rank}",
             observe=context.recorder.observer(address.engine_id, self.amounts, self._log_of_peer()),
         )
-        # What may come to wait for long, with the moment at which that is said; in the order of these.
-        self._to_be_said: deque[tuple[int, TrackLease | StartPull]] = deque()
-        # Of these the requests in vLLM's queue. It is one for all ranks, so the first one says it.
-        self._queued: dict[str, TrackLease] = {}
-        self._says_who_is_queued = context.event_log is not None and local.tp_rank == 0
+        self._notices = WaitNotices(
+            context.event_log, self.core, says_who_is_queued=local.tp_rank == 0, name=self._named
+        )
+        self._verifier = Verifier(context.sums, self.core, self.tell)
         self._inbox: deque[Event | PullCommand] = deque()
         self._commands_waiting = 0  # of those in the inbox
         self._pulls: dict[str, _Pull] = {}
@@ -121,8 +117,6 @@ class PeerActor:
         self._on_disconnected = on_disconnected
         self._was_connected = False
         self._sums = SumsOfPeer(self._connections.ask_sums)
-        # READs whose bytes are here and that the engine thread sums, by ticket.
-        self._unverified: dict[int, core.ReadEnded] = {}
         # The event that the core is handling.
         self._in_hand: Event | None = None
         self._is_running = False
@@ -196,13 +190,10 @@ class PeerActor:
 
     def _next_deadline(self) -> int | None:
         """Of the core, and of what is to be said."""
-        next_ns = self.core.next_deadline()
-        while self._to_be_said and not self._may_wait(self._to_be_said[0][1]):
-            self._to_be_said.popleft()  # it waits no more: nobody has to wake up for it
-        if not self._to_be_said:
-            return next_ns
-        said_ns = self._to_be_said[0][0]
-        return said_ns if next_ns is None else min(next_ns, said_ns)
+        next_ns, said_ns = self.core.next_deadline(), self._notices.next_deadline()
+        if next_ns is None or said_ns is None:
+            return said_ns if next_ns is None else next_ns
+        return min(next_ns, said_ns)
 
     def _sleeps_beyond(self, deadline_ns: int) -> bool:
         """Whether the task wakes up after it. If it is due, always: our clock goes on while a machine is suspended, and
@@ -218,10 +209,9 @@ class PeerActor:
         try:
             self._hear_all()
             if advance:
-                self._say_who_waits()
+                self._notices.write(self._context.clock.now_ns())
                 self._carry_out(self.core.advance(self._context.clock.now_ns()))
-                if self._unverified:
-                    self._tell_what_nobody_wants()
+                self._verifier.tell_what_nobody_wants()
                 self._hear_all()
             was_connected, self._was_connected = self._was_connected, self.core.is_connected
             if was_connected and not self._was_connected:
@@ -231,40 +221,6 @@ class PeerActor:
         finally:
             self._is_at_work = False
             self._context.recorder.catch_up()
-
-    def _say_who_waits(self) -> None:
-        """Once for each request that has waited for a while and still does: for its blocks, and then for its KV."""
-        log, now_ns = self._context.event_log, self._context.clock.now_ns()
-        while self._to_be_said and self._to_be_said[0][0] <= now_ns:
-            said_ns, command = self._to_be_said.popleft()
-            if log is None or not self._may_wait(command):
-                continue
-            if isinstance(command, StartPull):
-                self._say_what_it_waits_for(log, command.request_id, now_ns)
-            elif self._is_queued(self._queued.pop(command.request_id)):
-                came_ns = said_ns - to_ns(WAIT_SAID_AFTER_SECONDS)
-                log.queued(self._named(command, came_ns), command.request_id)
-
-    def _say_what_it_waits_for(self, log: EventLog, request_id: str, now_ns: int) -> None:
-        view = self.core.view_request(request_id)
-        if view is None:
-            return
-        left = ""
-        if view.until_ns is not None:  # of its state; the connection may fail, and it with it, before
-            left = f"; at most {(view.until_ns - now_ns) / NS_PER_SECOND:.0f} s longer"
-        log.waits(self._subject(self._pulls[request_id]), describe_wait(view.value, self.core.state) + left)
-
-    def _may_wait(self, command: TrackLease | StartPull) -> bool:
-        """Whether nothing has followed this command yet."""
-        if isinstance(command, TrackLease):
-            return self._queued.get(command.request_id) is command
-        pull = self._pulls.get(command.request_id)
-        return pull is not None and pull.command is command
-
-    def _is_queued(self, command: TrackLease) -> bool:
-        """Whether this actor is still the one that holds its lease, and no READ of it was asked for."""
-        claim = self.core.view_claim(command.lease)
-        return claim is not None and command.request_id in claim.queued
 
     def _subject(self, pull: _Pull) -> str:
         """What the log calls a request that was started."""
@@ -359,21 +315,16 @@ class PeerActor:
             case MeetPeer(peer=address):
                 return core.MeetAsked(address=address)
             case StartPull(awaited=False):
-                self._queued.pop(command.request_id, None)
+                self._notices.end(command.request_id)
                 return core.Settled(request_id=command.request_id, lease=command.lease, address=command.peer)
             case StartPull():
                 now_ns = self._context.clock.now_ns()
                 blocks = sum(len(group.local_block_ids) for group in command.groups)
                 self._pulls[command.request_id] = _Pull(command=command, began_ns=now_ns, blocks=blocks)
-                self._queued.pop(command.request_id, None)
-                if self._context.event_log is not None:
-                    self._to_be_said.append((now_ns + to_ns(WAIT_SAID_AFTER_SECONDS), command))
+                self._notices.begin(command, now_ns)
                 kind: type[core.Started | core.Announced] = core.Started
             case TrackLease():
-                if self._says_who_is_queued:
-                    self._queued[command.request_id] = command
-                    said_ns = self._context.clock.now_ns() + to_ns(WAIT_SAID_AFTER_SECONDS)
-                    self._to_be_said.append((said_ns, command))
+                self._notices.begin(command, self._context.clock.now_ns())
                 kind = core.Announced
         return kind(
             request_id=command.request_id,
@@ -396,8 +347,7 @@ class PeerActor:
 
     def _feed(self, event: Event) -> None:
         self._carry_out(self.core.handle(event, self._context.clock.now_ns()))
-        if self._unverified:
-            self._tell_what_nobody_wants()
+        self._verifier.tell_what_nobody_wants()
 
     def _start_handshake(self, effect: core.StartHandshake) -> None:
         assert isinstance(effect.address, PeerAddress)
@@ -415,23 +365,19 @@ class PeerActor:
         pull = self._pulls.get(effect.request_id)
         if pull is None or effect.connection not in self._connections:
             return  # it ended before this task began
-        known = []
-        for source in self._connections[effect.connection].sources:
-            assert source.match is not None
-            encoded = await self._sums.fetch(
+        sources = self._connections[effect.connection].sources
+        try:
+            known = await self._sums.of_lease(
                 effect.connection,
-                source.rank,
+                [(source.rank, source.match) for source in sources],
                 pull.command.lease,
                 lambda: self._pulls.get(effect.request_id) is pull,
             )
-            if encoded is None:
-                return
-            try:
-                known.append(known_sums(decode_sums(encoded), source.match))
-            except DecodeFailed as error:
-                self.tell(core.LinkLost(connection=effect.connection, detail=str(error)))
-                return
-        if self._pulls.get(effect.request_id) is pull and effect.connection in self._connections:
+        except DecodeFailed as error:
+            self.tell(core.LinkLost(connection=effect.connection, detail=str(error)))
+            return
+        is_wanted = self._pulls.get(effect.request_id) is pull and effect.connection in self._connections
+        if known is not None and is_wanted:
             self.tell(self._resolve(effect, known))
 
     def _resolve(self, effect: core.ResolveBlocks, known: Sequence[KnownSums] | None) -> Event:
@@ -482,35 +428,7 @@ class PeerActor:
         if pull is None or pull.resolved is None or not pull.resolved.checks or not is_here:
             self.tell(ended)
             return
-        check, lease = pull.resolved.checks[ended.read], pull.command.lease
-        ticket = self._context.sums.order(
-            stretches(check.compared.landed), lambda found: self._compare(ended, check, lease, found)
-        )
-        self._unverified[ticket] = ended
-
-    def _compare(self, ended: core.ReadEnded, check: Check, lease: LeaseName, found: SumsFound) -> None:
-        """The engine thread has summed what a READ has left."""
-        del self._unverified[found.ticket]
-        failure: Failure | None = None
-        if found.error is not None:
-            failure = ActorCrashed(actor="checksums", error=found.error)
-        elif (differs := difference(check.compared, found.sums, check.known, check.match)) is not None:
-            failure = corrupt(
-                differs,
-                peer=self.core.engine_id,
-                address=str(self.core.address),
-                lease=lease,
-                regions=check.regions,
-            )
-        self.tell(msgspec.structs.replace(ended, failure=failure))
-
-    def _tell_what_nobody_wants(self) -> None:
-        """READs of requests that have failed meanwhile are over, whatever they have left."""
-        for ticket, ended in list(self._unverified.items()):
-            if not self.core.is_reading(ended.request_id):
-                del self._unverified[ticket]
-                self._context.sums.withdraw(ticket)
-                self.tell(ended)
+        self._verifier.verify(ended, pull.resolved.checks[ended.read], pull.command.lease)
 
     def _tear_down(self, effect: core.TearDown) -> None:
         self._connections.take_back(effect.connection, effect.failure)
@@ -532,6 +450,7 @@ class PeerActor:
 
     def _report(self, effect: core.Report) -> None:
         request_id, failure = effect.request_id, effect.failure
+        self._notices.end(request_id)
         self._context.recorder.catch_up()
         pull = self._pulls[request_id] if effect.is_quarantined else self._pulls.pop(request_id)
         resolved = pull.resolved if failure is None else None

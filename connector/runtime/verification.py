@@ -24,7 +24,7 @@ from connector.layout.verification import Compared, Match, Numbers
 from connector.ports.nixl import MemoryRun
 from connector.protocol import Outcome, Stretch, SumsFound, SumsWanted
 from connector.wire.bounded import DecodeFailed
-from connector.wire.control import AskSums, LeaseSums, Sums
+from connector.wire.control import AskSums, LeaseSums, Sums, decode_sums
 from statemachine.failures import Corrupt
 from statemachine.lease import LeaseName
 
@@ -164,6 +164,26 @@ class SumsOfPeer:
         for awaited in self._awaited.pop((connection, rank, answer.lease, answer.part), []):
             awaited.answer = answer
             awaited.came.set()
+
+    async def of_lease(
+        self,
+        connection: int,
+        ranks: Iterable[tuple[int, Match | None]],
+        lease: LeaseName,
+        is_wanted: Callable[[], bool],
+    ) -> list[KnownSums] | None:
+        """Those of each of these ranks, with what of a lease is compared with it; None as of `fetch`.
+
+        Raises DecodeFailed: a rank has sent something else.
+        """
+        known = []
+        for rank, match in ranks:
+            encoded = await self.fetch(connection, rank, lease, is_wanted)
+            if encoded is None:
+                return None
+            assert match is not None
+            known.append(known_sums(decode_sums(encoded), match))
+        return known
 
     async def fetch(self, connection: int, rank: int, lease: LeaseName, is_wanted: Callable[[], bool]) -> bytes | None:
         """All parts, joined; None: nobody wants them any more, or the connection is gone."""

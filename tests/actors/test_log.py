@@ -11,7 +11,7 @@ import trio
 
 from connector.config import ConnectorOptions
 from connector.protocol import PeerAddress
-from connector.runtime import peer_actor
+from connector.runtime import wait_notices
 from connector.runtime.lease_keeper import LeaseKeeper
 from tests.actors.engines import engine, lease_of, lend_by_all, parallel_engine, until
 from tests.actors.test_peers import failure_of, nobody, reads, rested
@@ -84,7 +84,7 @@ def test_a_request_that_waits_is_said_once(said: Callable[[str], list[str]], mon
         with BlackHole() as silent:
             async with engine("p", serves=True) as p, engine("d", options=PATIENT) as d:
                 await reads(d, p, "before")  # the first takes longest
-                monkeypatch.setattr(peer_actor, "WAIT_SAID_AFTER_SECONDS", SOON_SECONDS)
+                monkeypatch.setattr(wait_notices, "WAIT_SAID_AFTER_SECONDS", SOON_SECONDS)
                 d.pull("waits", nobody("hung", silent.port), [1], [1])
                 await trio.sleep(SOON_SECONDS / 10)
                 began = trio.current_time()
@@ -112,7 +112,7 @@ def test_a_request_that_waits_says_how_long_its_state_lasts_at_most(
     async def test() -> None:
         async with engine("p", serves=True, options=options) as p, engine("d", options=options) as d:
             await reads(d, p, "before")
-            monkeypatch.setattr(peer_actor, "WAIT_SAID_AFTER_SECONDS", SOON_SECONDS)
+            monkeypatch.setattr(wait_notices, "WAIT_SAID_AFTER_SECONDS", SOON_SECONDS)
             monkeypatch.setattr(LeaseKeeper, "_answer", lambda self, reply_to, answer: None)
             p.lend("remote-waits", [1])
             d.pull("waits", p, [1], [1])
@@ -132,7 +132,7 @@ def test_a_request_that_waits_in_the_queue_of_vllm_is_said_once(
     said: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And again when it waits for its KV, which is another wait."""
-    monkeypatch.setattr("connector.runtime.peer_actor.WAIT_SAID_AFTER_SECONDS", SOON_SECONDS)
+    monkeypatch.setattr("connector.runtime.wait_notices.WAIT_SAID_AFTER_SECONDS", SOON_SECONDS)
 
     async def test() -> None:
         with BlackHole() as silent:
@@ -165,7 +165,7 @@ def test_a_request_that_waits_in_the_queue_of_vllm_is_said_once(
 def test_a_request_that_is_named_again_waits_from_then_on(
     said: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("connector.runtime.peer_actor.WAIT_SAID_AFTER_SECONDS", 2 * SOON_SECONDS)
+    monkeypatch.setattr("connector.runtime.wait_notices.WAIT_SAID_AFTER_SECONDS", 2 * SOON_SECONDS)
 
     async def test() -> None:
         with BlackHole() as silent:
@@ -187,7 +187,7 @@ def test_of_several_ranks_the_first_says_who_is_in_the_queue(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is one queue."""
-    monkeypatch.setattr("connector.runtime.peer_actor.WAIT_SAID_AFTER_SECONDS", SOON_SECONDS)
+    monkeypatch.setattr("connector.runtime.wait_notices.WAIT_SAID_AFTER_SECONDS", SOON_SECONDS)
     caplog.set_level(logging.INFO, logger="vllm.nixl_actor_connector")
 
     async def test() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from connector.layout import verification
-from connector.runtime import handshake, lease_keeper, listener, peer_actor
+from connector.runtime import handshake, lease_keeper, listener, peer_actor, verifier
 from connector.runtime.connections import Connections
 from connector.wire import bounded, control, identity, metadata, notifications
 from connector.wire import handshake as handshake_of_wire
@@ -349,9 +349,9 @@ VERIFICATION = (
         broken="a READ counts as completed whatever its checksums are",
         changes=(
             Edit(
-                peer_actor.PeerActor._compare,
-                "self.tell(msgspec.structs.replace(ended, failure=failure))",
-                "self.tell(ended)",
+                verifier.Verifier._compare,
+                "self._tell(msgspec.structs.replace(ended, failure=failure))",
+                "self._tell(ended)",
             ),
         ),
         place=Seeds(2, "bytes", LIES),
@@ -404,8 +404,8 @@ VERIFICATION = (
         broken="a request that was aborted while its blocks are summed waits for the engine thread",
         changes=(
             Edit(
-                peer_actor.PeerActor._tell_what_nobody_wants,
-                "if not self.core.is_reading(ended.request_id):",
+                verifier.Verifier.tell_what_nobody_wants,
+                "if not self._core.is_reading(ended.request_id):",
                 "if False:",
             ),
         ),
@@ -416,7 +416,7 @@ VERIFICATION = (
         broken="what a READ over a connection that has become suspect has left is not compared",
         changes=(
             Edit(peer_actor.PeerActor._take_read_end, "self.core.is_reading(", "self.core.wants("),
-            Edit(peer_actor.PeerActor._tell_what_nobody_wants, "self.core.is_reading(", "self.core.wants("),
+            Edit(verifier.Verifier.tell_what_nobody_wants, "self._core.is_reading(", "self._core.wants("),
         ),
         place=ByTest(_VERIFY + "test_what_was_read_over_a_connection_that_has_become_suspect_is_compared_too"),
     ),
