@@ -15,6 +15,8 @@ needs nothing (a full prefix hit) may release at once. A sender counts once, how
 that disagree about the number of ranks are resolved to the largest: holding on longer is safe. A rank that holds after
 it has released wants the blocks again, and is told that they are held: an engine that has forgotten that it had them
 (it restarted under its name, or evicted us), and whose client comes again while another of its ranks still reads.
+Whoever was told that the blocks are held has to release them itself: two engines may have been started under one id,
+and a stranger may know it. So a process says with each hold and release what only it is called (`Reader.life`).
 
 Overtaking. The client's answer may reach a fast reader before the engine's next step tells this rank of the grant. So
 holds and releases in `computing` are remembered, and the promise that a hold was given (`deadline_ns`) is kept by the
@@ -59,21 +61,31 @@ NOTIFIERS = ""
 """The holder that stands for all built-in readers; no engine id is empty."""
 
 
+class Reader(NamedTuple):
+    """One process of a decode engine: the number of its rank, and the name of its life, which no other process has."""
+
+    rank: int
+    life: str
+
+
 class Holder(msgspec.Struct, frozen=True):
-    """One decode engine as a reader of one lease.
+    """Decode engines of one id as readers of one lease. There may be several of that id, by mistake or after a restart.
 
     Attributes:
         ranks: how many of its ranks deal with this rank of ours.
         released: those that are done, by number; agent names where the engine is a built-in one.
+        told: those that were told that their blocks are kept, and have not released them since. Each may prove a READ
+            by that, so the word of another one in its name is not enough.
     """
 
     engine_id: str
     ranks: int
     released: frozenset[int | str] = frozenset()
+    told: frozenset[Reader] = frozenset()
 
     @property
     def is_complete(self) -> bool:
-        return len(self.released) >= self.ranks
+        return len(self.released) >= self.ranks and not self.told
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,12 +122,14 @@ class Granted(Event, frozen=True, kw_only=True):
 
 
 class Held(Event, frozen=True, kw_only=True):
-    """`rank` of an engine, of which `ranks` ranks deal with us, wants the blocks until `deadline_ns`."""
+    """`rank` of an engine, of which `ranks` ranks deal with us, wants the blocks until `deadline_ns`, and is told that
+    they are kept. `life`: of its process; empty: it has said none."""
 
     engine_id: str
     rank: int
     ranks: int
     deadline_ns: int
+    life: str = ""
 
 
 class Renewed(Event, frozen=True, kw_only=True):
@@ -125,11 +139,13 @@ class Renewed(Event, frozen=True, kw_only=True):
 
 
 class ReaderDone(Event, frozen=True, kw_only=True):
-    """`rank` of `engine_id` needs the blocks no more, and `ranks` ranks of that engine will say so."""
+    """`rank` of `engine_id` needs the blocks no more, and `ranks` ranks of that engine will say so. `life` as in
+    `Held`."""
 
     engine_id: str
     rank: int | str
     ranks: int
+    life: str = ""
 
 
 class DeadlinePassed(Event, frozen=True, kw_only=True):
@@ -162,21 +178,18 @@ def _is_read(lease: Lease) -> bool:
     return bool(lease.holders) and all(holder.is_complete for holder in lease.holders)
 
 
-def _with_holder(
-    lease: Lease,
-    engine_id: str,
-    ranks: int,
-    *,
-    released: frozenset[int | str] = frozenset(),
-    wanted_by: frozenset[int | str] = frozenset(),
-) -> Lease:
-    others = []
-    for holder in lease.holders:
-        if holder.engine_id == engine_id:
-            ranks, released = max(ranks, holder.ranks), released | holder.released
-        else:
-            others.append(holder)
-    return msgspec.structs.replace(lease, holders=(*others, Holder(engine_id, ranks, released - wanted_by)))
+def _with_reader(lease: Lease, event: Held | ReaderDone) -> Lease:
+    """With what a rank has said: it comes last."""
+    others = tuple(each for each in lease.holders if each.engine_id != event.engine_id)
+    known = next((each for each in lease.holders if each.engine_id == event.engine_id), Holder(event.engine_id, 0))
+    released, told = known.released, known.told
+    reader = frozenset((Reader(event.rank, event.life),)) if isinstance(event.rank, int) else frozenset[Reader]()
+    if isinstance(event, Held):
+        released, told = released - {event.rank}, told | reader
+    else:
+        released, told = released | {event.rank}, told - reader
+    holder = Holder(event.engine_id, max(event.ranks, known.ranks), released, told)
+    return msgspec.structs.replace(lease, holders=(*others, holder))
 
 
 def _extended(lease: Lease, deadline_ns: int) -> Lease:
@@ -204,24 +217,19 @@ def _grant(lease: Lease, event: Granted) -> tuple[Lease, Effects]:
 
 
 def _hold(lease: Lease, event: Held) -> tuple[Lease, Effects]:
-    lease = _with_holder(lease, event.engine_id, event.ranks, wanted_by=frozenset({event.rank}))
-    return _extended(lease, event.deadline_ns), NO_EFFECTS
+    return _extended(_with_reader(lease, event), event.deadline_ns), NO_EFFECTS
 
 
 def _renew(lease: Lease, event: Renewed) -> tuple[Lease, Effects]:
     return _extended(lease, event.deadline_ns), NO_EFFECTS
 
 
-def _count(lease: Lease, event: ReaderDone) -> Lease:
-    return _with_holder(lease, event.engine_id, event.ranks, released=frozenset({event.rank}))
-
-
 def _remember_reader(lease: Lease, event: ReaderDone) -> tuple[Lease, Effects]:
-    return _count(lease, event), NO_EFFECTS
+    return _with_reader(lease, event), NO_EFFECTS
 
 
 def _finish_reader(lease: Lease, event: ReaderDone) -> tuple[Lease, Effects]:
-    lease = _count(lease, event)
+    lease = _with_reader(lease, event)
     if _is_read(lease):
         return msgspec.structs.replace(lease, state=State.DONE), (FreeBlocks(expired=False),)
     return lease, NO_EFFECTS

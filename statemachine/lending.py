@@ -8,7 +8,9 @@ Where events come from. The engine's scheduler says which requests will be lent 
 not be (`Withdrawn`). Decode engines of our kind hold and release by messages on the control socket (`HoldAsked`,
 `ReleaseAsked`) and are always answered. Built-in decode engines send notifications through NIXL (`ReleaseNotified`,
 `HeartbeatNotified`) and are not. Everything that comes from a peer may be late, repeated, or about something that is
-not lent here; such a message is answered or counted, and changes nothing.
+not lent here; such a message is answered or counted, and changes nothing. What a process of a decode engine was told is
+kept until that process releases it or the lease is over: another one that has its engine id, a mistake of whoever
+starts engines or of a stranger, does not speak for it.
 
 A lease that is over is remembered with the reason, so that who comes too late is told why. What has been forgotten
 since is "not lent here", which is just as final.
@@ -40,6 +42,8 @@ ENDED_MAX = 1 << 16
 """Leases remembered after their end."""
 HOLDERS_MAX = 64
 """Decode engines that hold one lease; samples of one prompt are spread over few."""
+READERS_MAX = 1024
+"""Processes of decode engines with one id that hold one lease; an engine has at most so many."""
 
 HEARERS_MAX = 4096
 """Decode ranks that are told when this engine leaves: those that were met last."""
@@ -106,7 +110,8 @@ class Withdrawn(Event, frozen=True, kw_only=True):
 
 
 class HoldAsked(Event, frozen=True, kw_only=True):
-    """`rank` of the decode engine `engine_id`, `ranks` of which deal with us, wants these leases.
+    """`rank` of the decode engine `engine_id`, `ranks` of which deal with us, wants these leases. `life`: what only
+    this process of it is called; empty: it has not said.
 
     `sent_ns` is the asker's own clock; it is echoed. `hears_leaving`: the asker understands TellLeaving.
     """
@@ -118,6 +123,7 @@ class HoldAsked(Event, frozen=True, kw_only=True):
     sent_ns: int
     leases: tuple[LeaseName, ...]
     hears_leaving: bool = False
+    life: str = ""
 
 
 class ReleaseAsked(Event, frozen=True, kw_only=True):
@@ -128,6 +134,7 @@ class ReleaseAsked(Event, frozen=True, kw_only=True):
     rank: int
     ranks: int
     leases: tuple[LeaseName, ...]
+    life: str = ""
 
 
 class ReleaseNotified(Event, frozen=True, kw_only=True):
@@ -311,14 +318,20 @@ class Lending:
         deadline_ns = self._bounded(now_ns + self._limits.lease_ns)
         for name in asked.leases:
             known, why = self._find(name)
-            if known is not None and self._is_full(known, asked.engine_id):
+            if known is not None and self._is_full(known, asked):
                 known, why = None, CROWDED
             if known is not None and self._leases[known].state is machine.State.COMPUTING and deadline_ns <= now_ns:
                 known, why = None, LEFT
             if known is None:
                 gone.append((name, why))
                 continue
-            hold = machine.Held(engine_id=asked.engine_id, rank=asked.rank, ranks=asked.ranks, deadline_ns=deadline_ns)
+            hold = machine.Held(
+                engine_id=asked.engine_id,
+                rank=asked.rank,
+                ranks=asked.ranks,
+                deadline_ns=deadline_ns,
+                life=asked.life,
+            )
             self._step(known, hold)
             remaining_ns = self._leases[known].deadline_ns - now_ns
             if remaining_ns > 0:
@@ -358,10 +371,13 @@ class Lending:
     def _release(self, asked: ReleaseAsked) -> None:
         for name in asked.leases:
             known, why = self._find(name)
-            if known is not None and self._is_full(known, asked.engine_id):
+            if known is not None and self._is_full(known, asked):
                 continue  # it was never told that it holds anything
             if known is not None:
-                self._step(known, machine.ReaderDone(engine_id=asked.engine_id, rank=asked.rank, ranks=asked.ranks))
+                done = machine.ReaderDone(
+                    engine_id=asked.engine_id, rank=asked.rank, ranks=asked.ranks, life=asked.life
+                )
+                self._step(known, done)
             else:
                 self._note_late(self._meant(name), why, name.request_id, asked.engine_id, asked.engine_id, asked.rank)
         self._outcome.effects.append(AnswerRelease(reply_to=asked.reply_to, leases=asked.leases))
@@ -401,10 +417,13 @@ class Lending:
             if name is not None and name in self._leases:
                 self._step(name, machine.Renewed(deadline_ns=deadline_ns))
 
-    def _is_full(self, name: LeaseName, engine_id: str) -> bool:
-        """Whether no further engine can hold this lease: every step looks at all that do."""
+    def _is_full(self, name: LeaseName, asked: HoldAsked | ReleaseAsked) -> bool:
+        """Whether who asks is no holder of this lease yet, and cannot become one: every step looks at all that are."""
         holders = self._leases[name].holders
-        return len(holders) >= HOLDERS_MAX and all(holder.engine_id != engine_id for holder in holders)
+        known = next((each for each in holders if each.engine_id == asked.engine_id), None)
+        if known is None:
+            return len(holders) >= HOLDERS_MAX
+        return len(known.told) >= READERS_MAX and machine.Reader(asked.rank, asked.life) not in known.told
 
     def lent_as(self, name: LeaseName) -> LeaseName | None:
         """The lease, lent now or soon, that a peer means by this name, which may lack the number."""

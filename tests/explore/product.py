@@ -57,6 +57,7 @@ class Product(msgspec.Struct, frozen=True, kw_only=True):
         dies: decode engines may crash for good.
         supervised: the executor may crash, and the supervisor may give the engine up.
         aborts: the client may abort, or be served by the prefix cache before it is scheduled.
+        twins: all decode engines have one engine id.
         clocks: what a decode engine's clock advances by in a tick; another one than the first is a deviation.
     """
 
@@ -72,6 +73,7 @@ class Product(msgspec.Struct, frozen=True, kw_only=True):
     dies: bool = False
     supervised: bool = False
     aborts: bool = True
+    twins: bool = False
     clocks: tuple[int, ...] = (TICK_NS, SLOW_NS)
     engine_limits: EngineLimits = ENGINE_LIMITS
     lending_limits: LendingLimits = LENDING_LIMITS
@@ -80,6 +82,9 @@ class Product(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def decode_engines(self) -> int:
         return 1 + max(engine for engine, _ in self.requests)
+
+    def decode_id(self, engine: int) -> str:
+        return "d" if self.twins else f"d{engine}"
 
     @property
     def leases(self) -> int:
@@ -97,6 +102,7 @@ PRODUCTS: tuple[Product, ...] = (
     Product(name="two ranks of P", prefill_ranks=2, deviations=2, restarts=True),
     Product(name="two ranks of D", decode_ranks=2, deviations=2),
     Product(name="two engines, one lease", requests=((0, 0), (1, 0)), deviations=2, restarts=True, dies=True),
+    Product(name="two engines of one id", requests=((0, 0), (1, 0)), deviations=2, twins=True, dies=True),
     Product(name="P hangs", deviations=2, hangs=True),
     Product(name="P hangs, two requests", requests=_TWO, deviations=1, hangs=True, restarts=True),
     Product(name="P hangs, two ranks of P", prefill_ranks=2, deviations=1, hangs=True, restarts=True),

@@ -461,15 +461,18 @@ def first_rank_releases_for_all(patch: Patch) -> None:
 
 def repeats_are_counted(patch: Patch) -> None:
     """Scenario 19: a rank that releases twice is counted as two."""
-    count = lease._count
-    patch.attribute(
-        lease,
-        "_count",
-        lambda value, event: count(
-            value,
-            msgspec.structs.replace(event, rank=sum(len(holder.released) for holder in value.holders)),
-        ),
-    )
+    with_reader = lease._with_reader
+
+    def count(value: lease.Lease, event: lease.Held | lease.ReaderDone) -> lease.Lease:
+        after = with_reader(value, event)
+        if isinstance(event, lease.Held):
+            return after
+        before = sum(len(holder.released) for holder in value.holders)
+        *others, holder = after.holders
+        counted = msgspec.structs.replace(holder, released=frozenset(range(before + 1)))
+        return msgspec.structs.replace(after, holders=(*others, counted))
+
+    patch.attribute(lease, "_with_reader", count)
 
 
 def never_expire(patch: Patch) -> None:

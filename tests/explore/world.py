@@ -545,6 +545,7 @@ class Rules:
                 engines[old // product.decode_ranks] * product.decode_ranks + old % product.decode_ranks
                 for old in range(self.decode_cores)
             ]
+            names |= {f"life {old}": f"life {new}" for old, new in enumerate(cores)}
             found.append((order, tuple(leases[old] for old in sorted(leases)), tuple(cores), names))
         return found
 
@@ -1203,12 +1204,13 @@ class Turn:
                     core,
                     lending.HoldAsked(
                         reply_to=reply_to,
-                        engine_id=f"d{engine}",
+                        engine_id=self._product.decode_id(engine),
                         rank=rank,
                         ranks=ranks,
                         sent_ns=-message.age_ns,
                         leases=names,
                         hears_leaving=self._product.leaves,
+                        life=f"life {message.core}",
                     ),
                 )
             case self_kind if self_kind == RELEASE:
@@ -1218,7 +1220,12 @@ class Turn:
                 self.feed(
                     core,
                     lending.ReleaseAsked(
-                        reply_to=reply_to, engine_id=f"d{engine}", rank=rank, ranks=ranks, leases=names
+                        reply_to=reply_to,
+                        engine_id=self._product.decode_id(engine),
+                        rank=rank,
+                        ranks=ranks,
+                        leases=names,
+                        life=f"life {message.core}",
                     ),
                 )
             case self_kind if self_kind == HEARTBEAT:

@@ -8,6 +8,7 @@ each time. `on_sockets`: the side channel is real ZMQ, and time is real.
 from __future__ import annotations
 
 import time
+import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -141,6 +142,7 @@ class Rank:
             side_channel=side_channel,
             control=self._control,
             leave_secret=LEAVE_SECRET,
+            life=uuid.uuid5(uuid.NAMESPACE_OID, name).hex,
             clock=doors.clock,
             recorder=Recorder(
                 engine_id=engine_id,

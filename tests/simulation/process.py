@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import random
+import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -244,6 +245,7 @@ class Rank:
             side_channel=side_channel,
             control=self.control,
             leave_secret=LEAVE_SECRET,
+            life=uuid.uuid5(uuid.NAMESPACE_OID, f"{self._owner} {tp_rank}").hex,
             clock=clock,
             recorder=Recorder(
                 engine_id=process.engine_id,

@@ -29,6 +29,7 @@ from statemachine.remote_engine.claims import Claims
 from tests.simulation.__main__ import read_plan
 from tests.simulation.coverage import MACHINES
 from tests.simulation.faults import LEVEL1_KINDS, Fault, Kind, Plan, draw_plan
+from tests.simulation.level1 import shape
 from tests.simulation.level1.clock import SLEW_PPB_MAX, DriftingClock
 from tests.simulation.level1.heap import SECOND, EventHeap
 from tests.simulation.level1.run import Result, simulate
@@ -299,12 +300,26 @@ def free_when_one_engine_is_done(patch: Patch) -> None:
 
 def release_for_ever(patch: Patch) -> None:
     """A rank that holds again is still counted as one that has released."""
-    with_holder = lease._with_holder
+    with_reader = lease._with_reader
 
-    def without_memory(value: lease.Lease, engine_id: str, ranks: int, **what: Any) -> lease.Lease:
-        return with_holder(value, engine_id, ranks, released=what.get("released", frozenset()))
+    def without_memory(value: lease.Lease, event: lease.Held | lease.ReaderDone) -> lease.Lease:
+        before = next((each for each in value.holders if each.engine_id == event.engine_id), None)
+        after = with_reader(value, event)
+        if before is None or event.rank not in before.released:
+            return after
+        return msgspec.structs.replace(after, holders=(*after.holders[:-1], before))
 
-    patch.setattr(lease, "_with_holder", without_memory)
+    patch.setattr(lease, "_with_reader", without_memory)
+
+
+def release_by_engine_id(patch: Patch) -> None:
+    """A process speaks for all that have its engine id."""
+    with_reader = lease._with_reader
+
+    def without_lives(value: lease.Lease, event: lease.Held | lease.ReaderDone) -> lease.Lease:
+        return with_reader(value, msgspec.structs.replace(event, life=""))
+
+    patch.setattr(lease, "_with_reader", without_lives)
 
 
 def never_expire(patch: Patch) -> None:
@@ -391,6 +406,13 @@ def test_broken_table_is_noticed(
 ) -> None:
     break_it(monkeypatch)
     expect(oracle, Cores(), faults)
+
+
+@pytest.mark.parametrize("oracle", ["held", "proof"])
+def test_engines_of_one_id_that_speak_for_each_other_are_noticed(oracle: str, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(shape, "TWINS_SHARE", 1.0)
+    release_by_engine_id(monkeypatch)
+    expect(oracle, Cores(), [*TWO_HOLDERS, SLOW])
 
 
 def seeds_of_a_mutant(core: type[Any] | None) -> Iterator[int]:

@@ -34,12 +34,12 @@ GRANTED = Granted(deadline_ns=100, latest_ns=1000)
 DONE, EXPIRED = FreeBlocks(expired=False), FreeBlocks(expired=True)
 
 
-def hold(engine_id: str = "d", ranks: int = 1, deadline_ns: int = 100, rank: int = 0) -> Held:
-    return Held(engine_id=engine_id, rank=rank, ranks=ranks, deadline_ns=deadline_ns)
+def hold(engine_id: str = "d", ranks: int = 1, deadline_ns: int = 100, rank: int = 0, life: str = "a") -> Held:
+    return Held(engine_id=engine_id, rank=rank, ranks=ranks, deadline_ns=deadline_ns, life=life)
 
 
-def release(rank: int | str = 0, ranks: int = 1, engine_id: str = "d") -> ReaderDone:
-    return ReaderDone(engine_id=engine_id, rank=rank, ranks=ranks)
+def release(rank: int | str = 0, ranks: int = 1, engine_id: str = "d", life: str = "a") -> ReaderDone:
+    return ReaderDone(engine_id=engine_id, rank=rank, ranks=ranks, life=life)
 
 
 def run(lease: Lease, *events: Event) -> tuple[Lease, list[Effect]]:
@@ -96,14 +96,36 @@ def test_a_rank_that_holds_again_after_its_release_wants_the_blocks_again() -> N
     """It has forgotten that it had them, and is told that they are held while another rank reads."""
     lease, effects = run(HELD, release(0, 2), hold("d", 2, rank=0), release(1, 2))
     assert (lease.state, effects) == (State.HELD, [])
+    assert lease.holders[0].released == {1}
     assert run(lease, release(0, 2))[1] == [DONE]
 
 
+@pytest.mark.parametrize("another", ["b", ""])
+def test_another_process_under_the_same_engine_id_does_not_release_what_was_promised_to_this_one(another: str) -> None:
+    """Two engines were started with one id, an engine was started again, or a stranger knows an id: whoever was told
+    that the blocks are kept may prove a READ by it, whatever another one says."""
+    lease, effects = run(HELD, hold(life="a"), hold(life=another), release(life=another))
+    assert (lease.state, effects) == (State.HELD, [])
+    lease, effects = run(lease, *[release(life=another)] * 3)
+    assert (lease.state, effects) == (State.HELD, [])
+    assert run(lease, release(life="a"))[1] == [DONE]
+
+
+def test_another_process_may_release_what_nobody_was_promised() -> None:
+    """As after a restart of D, whose earlier process never asked."""
+    assert run(HELD, release(life="b"))[1] == [DONE]
+
+
+def test_what_a_process_that_has_ended_was_promised_ends_with_the_lease() -> None:
+    lease, effects = run(HELD, hold(life="a"), hold(life="b"), release(life="b"), DeadlinePassed(now_ns=100))
+    assert (lease.state, effects) == (State.EXPIRED, [EXPIRED])
+
+
 def test_ranks_that_disagree_about_their_number_are_resolved_to_the_largest() -> None:
-    lease, effects = run(HELD, hold("d", 3, rank=2), release(0, 1), release(1, 2))
+    lease, effects = run(HELD, hold("d", 3, rank=0), release(0, 1), release(1, 2))
     assert (lease.state, effects) == (State.HELD, [])
     assert run(lease, release(2, 1))[1] == [DONE]
-    lease, effects = run(HELD, hold("d", 1), hold("d", 2, rank=1), release(0, 1))
+    lease, effects = run(HELD, hold("d", 1), hold("d", 2), release(0, 1))
     assert (lease.state, effects) == (State.HELD, [])
 
 
@@ -202,11 +224,12 @@ def test_what_comes_after_the_end_frees_nothing_again(end: Event) -> None:
 
 _engines = st.sampled_from(["", "d", "e"])
 _ranks = st.integers(1, 3)
+_lives = st.sampled_from(["", "a", "b"])
 _lease_ns = st.integers(1, 100)
 
 
 class LeaseAgainstModel(RuleBasedStateMachine):
-    """The model: who holds, who has released, and until when."""
+    """The model: who holds, who has released, who was promised the blocks, and until when."""
 
     @initialize()
     def start(self) -> None:
@@ -214,6 +237,7 @@ class LeaseAgainstModel(RuleBasedStateMachine):
         self.now_ns = 0
         self.ranks: dict[str, int] = {}
         self.released: dict[str, set[int]] = {}
+        self.told: set[tuple[str, int, str]] = set()
         self.granted = False
         self.promised_ns = 0
         self.latest_ns = 0
@@ -237,7 +261,7 @@ class LeaseAgainstModel(RuleBasedStateMachine):
 
     def settle(self) -> None:
         is_read = all(len(self.released[engine]) >= ranks for engine, ranks in self.ranks.items())
-        if self.granted and self.is_open and self.ranks and is_read:
+        if self.granted and self.is_open and self.ranks and is_read and not self.told:
             self.ended_as = State.DONE
 
     def count(self, engine_id: str, ranks: int) -> None:
@@ -260,19 +284,21 @@ class LeaseAgainstModel(RuleBasedStateMachine):
             self.latest_ns = max(self.promised_ns, event.latest_ns)
         self.settle()
 
-    @rule(engine_id=_engines, rank=st.integers(0, 2), ranks=_ranks, lease_ns=_lease_ns)
-    def hold(self, engine_id: str, rank: int, ranks: int, lease_ns: int) -> None:
-        self.feed(hold(engine_id, ranks, self.now_ns + lease_ns, rank))
+    @rule(engine_id=_engines, rank=st.integers(0, 2), ranks=_ranks, life=_lives, lease_ns=_lease_ns)
+    def hold(self, engine_id: str, rank: int, ranks: int, life: str, lease_ns: int) -> None:
+        self.feed(hold(engine_id, ranks, self.now_ns + lease_ns, rank, life))
         if self.is_open:
             self.count(engine_id, ranks)
+            self.told.add((engine_id, rank, life))
             self.released[engine_id].discard(rank)
             self.promise(self.now_ns + lease_ns)
 
-    @rule(engine_id=_engines, rank=st.integers(0, 2), ranks=_ranks)
-    def release(self, engine_id: str, rank: int, ranks: int) -> None:
-        self.feed(release(rank, ranks, engine_id))
+    @rule(engine_id=_engines, rank=st.integers(0, 2), ranks=_ranks, life=_lives)
+    def release(self, engine_id: str, rank: int, ranks: int, life: str) -> None:
+        self.feed(release(rank, ranks, engine_id, life))
         if self.is_open:
             self.count(engine_id, ranks)
+            self.told.discard((engine_id, rank, life))
             self.released[engine_id].add(rank)
         self.settle()
 

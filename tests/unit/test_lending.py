@@ -324,9 +324,21 @@ def test_a_lease_is_held_by_a_bounded_number_of_engines() -> None:
     assert held_by(core, "d0") == "held"
 
 
-def held_by(core: Lending, engine_id: str) -> str:
-    """What this engine is told when it asks for the lease."""
-    asked = lending.HoldAsked(reply_to=b"", engine_id=engine_id, rank=0, ranks=1, sent_ns=0, leases=(NAME,))
+def test_a_lease_is_held_by_a_bounded_number_of_processes() -> None:
+    """A step costs as much as it has holders and processes of one, and anybody may claim to be one."""
+    core = lent(NAME)
+    for number in range(lending.READERS_MAX):
+        assert held_by(core, "d", f"{number:032x}") == "held"
+    assert held_by(core, "d", "one too many") == lending.CROWDED
+    assert held_by(core, "d", f"{0:032x}") == "held"
+    released = ReleaseAsked(reply_to=b"", engine_id="d", rank=0, ranks=1, leases=(NAME,), life="one too many")
+    assert core.handle(released, 1) == [AnswerRelease(reply_to=b"", leases=(NAME,))]
+    assert core.leases()[0].holders[0].released == frozenset()
+
+
+def held_by(core: Lending, engine_id: str, life: str = "") -> str:
+    """What this process is told when it asks for the lease."""
+    asked = lending.HoldAsked(reply_to=b"", engine_id=engine_id, rank=0, ranks=1, sent_ns=0, leases=(NAME,), life=life)
     (answer,) = core.handle(asked, 1)
     assert isinstance(answer, lending.AnswerHold)
     return "held" if answer.held else answer.gone[0][1]

@@ -48,8 +48,9 @@ from tests.unit.work import Work
 
 NUMBER_MAX = 2**63 - 1
 LEASES = (LeaseName("cmpl-a:b,c", 7), LeaseName("HB:x", 0))
-HOLD = Hold(engine_id="decode", rank=3, ranks=2, sent_ns=5_000, leases=LEASES)
-RELEASE = Release(engine_id="decode", rank=3, ranks=2, leases=LEASES)
+LIFE = "0123456789abcdef" * 2
+HOLD = Hold(engine_id="decode", rank=3, ranks=2, sent_ns=5_000, leases=LEASES, life=LIFE)
+RELEASE = Release(engine_id="decode", rank=3, ranks=2, leases=LEASES, life=LIFE)
 ANSWER = HoldAnswer(
     sent_ns=5_000, held=(HeldLease("cmpl-a:b,c", 7, 30_000_000_000),), gone=(GoneLease("HB:x", 0, "expired"),)
 )
@@ -102,10 +103,18 @@ def test_what_is_on_the_wire() -> None:
         "sent_ns": 5_000,
         "leases": leases,
         "hears_leaving": False,
+        "life": LIFE,
     }
     assert _wire(LEAVING) == {"type": "leaving", "grace_ns": 4_000}
     assert _wire(LEAVE) == {"type": "leave", "grace_ns": 5_000, "secret": bytes(range(16))}
-    assert _wire(RELEASE) == {"type": "release", "engine_id": "decode", "rank": 3, "ranks": 2, "leases": leases}
+    assert _wire(RELEASE) == {
+        "type": "release",
+        "engine_id": "decode",
+        "rank": 3,
+        "ranks": 2,
+        "leases": leases,
+        "life": LIFE,
+    }
     assert _wire(ANSWER) == {
         "type": "hold_answer",
         "sent_ns": 5_000,

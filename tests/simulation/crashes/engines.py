@@ -8,6 +8,7 @@ has decided, and takes what the connector says.
 
 from __future__ import annotations
 
+import uuid
 import zlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -235,6 +236,7 @@ class Rank:
                 side_channel=Door(points, owner, "side channel", channel, SIDE_CHANNEL_KINDS),  # type: ignore[arg-type]
                 control=Door(points, owner, "listener", self.control),  # type: ignore[arg-type]
                 leave_secret=LEAVE_SECRET,
+                life=uuid.uuid5(uuid.NAMESPACE_OID, owner).hex,
                 clock=clock,
                 recorder=Recorder(
                     engine_id=name,

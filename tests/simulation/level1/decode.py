@@ -236,7 +236,8 @@ class DecodeLife:
         cluster = world.cluster
         self.world = world
         self.engine = engine
-        self.engine_id = engine.name if cluster.keeps_decode_id else f"{engine.name}-life{engine.lives}"
+        name = "twin" if cluster.has_twins else engine.name
+        self.engine_id = name if cluster.keeps_decode_id else f"{name}-life{engine.lives}"
         self.heap = world.heap
         self.is_dead = False
         self.frozen_until_ns = 0

@@ -261,6 +261,7 @@ class Oracles:
         if not is_expired:
             holders = prompt.holders[rank]
             wanted = [name for name, (ranks, released) in holders.items() if len(released) < ranks]
+            wanted += sorted(prompt.askers[rank])
             if len(prompt.notifiers[rank]) < prompt.notifier_ranks[rank]:
                 wanted.append("an engine that notifies")
             if wanted or not (holders or prompt.notifiers[rank]):

@@ -55,6 +55,7 @@ class Prompt:
         promised_ns: until when P has said to keep it; touched_ns: until when it would keep it, by what has reached it.
             Both by P's clock.
         holders: what has reached P from engines that hold: of how many ranks, and which of them have released.
+        askers: processes that have asked to hold it and have not released it since.
         notifiers: senders of notifications that have reached P.
         is_superseded: the engine has used its id again, and has freed it by itself.
         sizes: by which requests describe its engine.
@@ -62,6 +63,7 @@ class Prompt:
     """
 
     __slots__ = (
+        "askers",
         "block_count",
         "blocks",
         "content",
@@ -95,6 +97,7 @@ class Prompt:
     promised_ns: list[int]
     touched_ns: list[int]
     holders: list[dict[str, tuple[int, set[int]]]]
+    askers: list[set[str]]
     notifiers: list[set[str]]
     notifier_ranks: list[int]
 
@@ -137,6 +140,7 @@ class Prompt:
         self.promised_ns = [0] * ranks
         self.touched_ns = [0] * ranks
         self.holders = [{} for _ in range(ranks)]
+        self.askers = [set() for _ in range(ranks)]
         self.notifiers = [set() for _ in range(ranks)]
         self.notifier_ranks = [0] * ranks
 
@@ -489,8 +493,10 @@ class PrefillRank(Executor):
             ranks, released = holders.get(asked.engine_id, (0, set()))
             if is_release:
                 released.add(asked.rank)
+                prompt.askers[self.number].discard(asked.life)
             else:
                 released.discard(asked.rank)
+                prompt.askers[self.number].add(asked.life)
                 self._touch(prompt, until_ns)
             holders[asked.engine_id] = (max(ranks, asked.ranks), released)
         self.deliver(asked)

@@ -21,6 +21,7 @@ RANKS_MAX = 2
 BUILTIN_SHARE = 0.12
 """How many engines have the built-in connector."""
 TWICE_SHARE = 0.6
+TWINS_SHARE = 0.15
 FOREVER_SECONDS = 3600.0
 RETIRED_MAX = 100
 """Engines that a run cannot have."""
@@ -36,6 +37,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
             with.
         resizes: an engine that restarts under its old id has another number of ranks.
         keeps_decode_id: a decode engine that restarts has the engine id of before.
+        has_twins: all decode engines have one engine id, as by a mistake of who starts them.
         builtin: names of the engines with the built-in connector.
         describes_twice: half of the requests describe a built-in prefill engine by other sizes: two peers of one agent.
         prefill_blocks, decode_blocks: size of a block pool.
@@ -53,6 +55,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     is_replicated: bool
     resizes: bool
     keeps_decode_id: bool
+    has_twins: bool
     builtin: frozenset[str]
     describes_twice: bool
     prefill_blocks: int
@@ -90,6 +93,7 @@ def draw_cluster(seed: int) -> Cluster:
         is_replicated=chance.random() < 0.3,
         resizes=chance.random() < 0.3,
         keeps_decode_id=chance.random() < 0.5,
+        has_twins=generator(seed, "level 1: twins").random() < TWINS_SHARE,
         builtin=_draw_builtin(base, chance),
         describes_twice=generator(seed, "level 1: sizes").random() < TWICE_SHARE,
         prefill_blocks=chance.choice([128, 256, 512]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from statemachine import lease
 from statemachine.lending import Lending
 from tests.simulation.mutants.mutant import ByTest, Edit, Explored, Mutant
-from tests.simulation.mutants.places import KEEPER, LEASE, LENDING, ONE, SIBLINGS, TWO_OF_D, within
+from tests.simulation.mutants.places import KEEPER, LEASE, LENDING, ONE, SIBLINGS, TWINS, TWO_OF_D, within
 
 USED_AGAIN = "::test_a_request_id_that_is_used_again_supersedes_its_lease_and_is_ambiguous_without_its_number"
 
@@ -25,7 +25,9 @@ READERS = (
         rule="every holder",
         row=59,
         broken="the release of one rank of a decode engine counts for all its ranks",
-        changes=(Edit(lease.Holder.is_complete, "len(self.released) >= self.ranks", "bool(self.released)"),),
+        changes=(
+            Edit(lease.Holder.is_complete, "len(self.released) >= self.ranks and not self.told", "bool(self.released)"),
+        ),
         place=Explored(within(TWO_OF_D, 1), "invariant 5"),
     ),
     Mutant(
@@ -35,9 +37,9 @@ READERS = (
         broken="a rank that says twice that it is done is counted as two",
         changes=(
             Edit(
-                lease._count,
-                "released=frozenset({event.rank})",
-                "released=frozenset({sum(len(each.released) for each in lease.holders)})",
+                lease._with_reader,
+                "released | {event.rank}",
+                "released | {len(released)}",
             ),
         ),
         place=Explored(within(TWO_OF_D, 1), "invariant 5"),
@@ -46,14 +48,16 @@ READERS = (
         name="the smallest number of ranks counts",
         rule="resolved to the largest",
         broken="a rank that says that it reads alone ends the lease of its sibling",
-        changes=(Edit(lease._with_holder, "max(ranks, holder.ranks)", "min(ranks, holder.ranks)"),),
+        changes=(
+            Edit(lease._with_reader, "max(event.ranks, known.ranks)", "min(event.ranks, known.ranks or event.ranks)"),
+        ),
         place=ByTest(LEASE + "::test_ranks_that_disagree_about_their_number_are_resolved_to_the_largest"),
     ),
     Mutant(
         name="the first number of ranks counts",
         rule="resolved to the largest",
         broken="a rank that said that it reads alone ends the lease of the siblings that have come since",
-        changes=(Edit(lease._with_holder, "max(ranks, holder.ranks)", "holder.ranks"),),
+        changes=(Edit(lease._with_reader, "max(event.ranks, known.ranks)", "known.ranks or event.ranks"),),
         place=ByTest(LEASE + "::test_ranks_that_disagree_about_their_number_are_resolved_to_the_largest"),
     ),
     Mutant(
@@ -61,8 +65,24 @@ READERS = (
         rule="a rank may hold again",
         row=69,
         broken="a rank that wants the blocks again after it released them is not waited for",
-        changes=(Edit(lease._with_holder, "released - wanted_by", "released"),),
+        changes=(Edit(lease._with_reader, "released - {event.rank}, told | reader", "released, told"),),
         place=ByTest(LEASE + "::test_a_rank_that_holds_again_after_its_release_wants_the_blocks_again"),
+    ),
+    Mutant(
+        name="an engine id is enough to release",
+        rule="who was promised",
+        row=19,
+        broken="a process releases what another one of the same engine id was promised",
+        changes=(Edit(lease._with_reader, "told - reader", "frozenset()"),),
+        place=Explored(within(TWINS, 1), "invariant 5"),
+    ),
+    Mutant(
+        name="processes without bound",
+        rule="late and repeated messages",
+        row=50,
+        broken="whoever names a lease under ever new lives makes each step of it dearer",
+        changes=(Edit(Lending._is_full, "len(known.told) >= READERS_MAX", "False"),),
+        place=ByTest(LENDING + "::test_a_lease_is_held_by_a_bounded_number_of_processes"),
     ),
     Mutant(
         name="who only releases is no reader",
@@ -72,9 +92,9 @@ READERS = (
         changes=(
             Edit(
                 lease._finish_reader,
-                "lease = _count(lease, event)",
+                "lease = _with_reader(lease, event)",
                 "held = any(each.engine_id == event.engine_id for each in lease.holders)\n"
-                "    lease = _count(lease, event) if held else lease",
+                "    lease = _with_reader(lease, event) if held else lease",
             ),
         ),
         place=ByTest(LEASE + "::test_the_only_reader_ends_it_whether_or_not_it_has_held_it_before"),

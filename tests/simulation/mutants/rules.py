@@ -146,6 +146,7 @@ RULES: dict[str, Rule] = {
     "resolved to the largest": Rule(
         lease, "Holders that disagree about the number of ranks are resolved to the largest"
     ),
+    "who was promised": Rule(lease, "Whoever was told that the blocks are held has to release them itself"),
     "a rank may hold again": Rule(lease, "A rank that holds after it has released wants the blocks again"),
     "built-in readers are one holder": Rule(
         lease, "They count as one holder, whose ranks are the senders' agent names"
