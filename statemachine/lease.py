@@ -16,7 +16,7 @@ that disagree about the number of ranks are resolved to the largest: holding on 
 it has released wants the blocks again, and is told that they are held: an engine that has forgotten that it had them
 (it restarted under its name, or evicted us), and whose client comes again while another of its ranks still reads.
 Whoever was told that the blocks are held has to release them itself: two engines may have been started under one id,
-and a stranger may know it. So a process says with each hold and release what only it is called (`Reader.life`).
+and a stranger may know it. So a process says with each hold and release what only it is called (`Reader.process`).
 
 Overtaking. The client's answer may reach a fast reader before the engine's next step tells this rank of the grant. So
 holds and releases in `computing` are remembered, and the promise that a hold was given (`deadline_ns`) is kept by the
@@ -62,10 +62,10 @@ NOTIFIERS = ""
 
 
 class Reader(NamedTuple):
-    """One process of a decode engine: the number of its rank, and the name of its life, which no other process has."""
+    """One process of a decode engine: the number of its rank, and a name that it has drawn and no other process has."""
 
     rank: int
-    life: str
+    process: str
 
 
 class Holder(msgspec.Struct, frozen=True):
@@ -123,13 +123,13 @@ class Granted(Event, frozen=True, kw_only=True):
 
 class Held(Event, frozen=True, kw_only=True):
     """`rank` of an engine, of which `ranks` ranks deal with us, wants the blocks until `deadline_ns`, and is told that
-    they are kept. `life`: of its process; empty: it has said none."""
+    they are kept. `process`: which of that rank (`Reader`); empty: it has said none."""
 
     engine_id: str
     rank: int
     ranks: int
     deadline_ns: int
-    life: str = ""
+    process: str = ""
 
 
 class Renewed(Event, frozen=True, kw_only=True):
@@ -139,13 +139,13 @@ class Renewed(Event, frozen=True, kw_only=True):
 
 
 class ReaderDone(Event, frozen=True, kw_only=True):
-    """`rank` of `engine_id` needs the blocks no more, and `ranks` ranks of that engine will say so. `life` as in
-    `Held`."""
+    """`rank` of `engine_id` needs the blocks no more, and `ranks` ranks of that engine will say so. `process` as
+    in `Held`."""
 
     engine_id: str
     rank: int | str
     ranks: int
-    life: str = ""
+    process: str = ""
 
 
 class DeadlinePassed(Event, frozen=True, kw_only=True):
@@ -183,7 +183,7 @@ def _with_reader(lease: Lease, event: Held | ReaderDone) -> Lease:
     others = tuple(each for each in lease.holders if each.engine_id != event.engine_id)
     known = next((each for each in lease.holders if each.engine_id == event.engine_id), Holder(event.engine_id, 0))
     released, told = known.released, known.told
-    reader = frozenset((Reader(event.rank, event.life),)) if isinstance(event.rank, int) else frozenset[Reader]()
+    reader = frozenset((Reader(event.rank, event.process),)) if isinstance(event.rank, int) else frozenset[Reader]()
     if isinstance(event, Held):
         released, told = released - {event.rank}, told | reader
     else:

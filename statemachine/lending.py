@@ -110,8 +110,8 @@ class Withdrawn(Event, frozen=True, kw_only=True):
 
 
 class HoldAsked(Event, frozen=True, kw_only=True):
-    """`rank` of the decode engine `engine_id`, `ranks` of which deal with us, wants these leases. `life`: what only
-    this process of it is called; empty: it has not said.
+    """`rank` of the decode engine `engine_id`, `ranks` of which deal with us, wants these leases. `process`: what
+    only this process of that rank is called; empty: it has not said.
 
     `sent_ns` is the asker's own clock; it is echoed. `hears_leaving`: the asker understands TellLeaving.
     """
@@ -123,7 +123,7 @@ class HoldAsked(Event, frozen=True, kw_only=True):
     sent_ns: int
     leases: tuple[LeaseName, ...]
     hears_leaving: bool = False
-    life: str = ""
+    process: str = ""
 
 
 class ReleaseAsked(Event, frozen=True, kw_only=True):
@@ -134,7 +134,7 @@ class ReleaseAsked(Event, frozen=True, kw_only=True):
     rank: int
     ranks: int
     leases: tuple[LeaseName, ...]
-    life: str = ""
+    process: str = ""
 
 
 class ReleaseNotified(Event, frozen=True, kw_only=True):
@@ -330,7 +330,7 @@ class Lending:
                 rank=asked.rank,
                 ranks=asked.ranks,
                 deadline_ns=deadline_ns,
-                life=asked.life,
+                process=asked.process,
             )
             self._step(known, hold)
             remaining_ns = self._leases[known].deadline_ns - now_ns
@@ -375,7 +375,7 @@ class Lending:
                 continue  # it was never told that it holds anything
             if known is not None:
                 done = machine.ReaderDone(
-                    engine_id=asked.engine_id, rank=asked.rank, ranks=asked.ranks, life=asked.life
+                    engine_id=asked.engine_id, rank=asked.rank, ranks=asked.ranks, process=asked.process
                 )
                 self._step(known, done)
             else:
@@ -423,7 +423,7 @@ class Lending:
         known = next((each for each in holders if each.engine_id == asked.engine_id), None)
         if known is None:
             return len(holders) >= HOLDERS_MAX
-        return len(known.told) >= READERS_MAX and machine.Reader(asked.rank, asked.life) not in known.told
+        return len(known.told) >= READERS_MAX and machine.Reader(asked.rank, asked.process) not in known.told
 
     def lent_as(self, name: LeaseName) -> LeaseName | None:
         """The lease, lent now or soon, that a peer means by this name, which may lack the number."""

@@ -123,7 +123,7 @@ class Connections:
     def _sender(self, number: int, rank: int) -> dict[str, Any]:
         local = self._context.local.layout
         ranks = self._by_number[number].ranks[rank].consumers
-        return {"engine_id": local.engine_id, "rank": local.tp_rank, "ranks": ranks, "life": self._context.life}
+        return {"engine_id": local.engine_id, "rank": local.tp_rank, "ranks": ranks, "process": self._context.process}
 
     def _link(self, number: int, rank: int) -> Link:
         link = self._by_number[number].ranks[rank].link

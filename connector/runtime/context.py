@@ -28,7 +28,7 @@ class ActorContext:
     """Shared by the supervisor's actors.
 
     Attributes:
-        life: what P's workers are to call this process, and nobody else knows: 32 hex digits.
+        process: what P's workers are to call this process, and nobody else knows: 32 hex digits.
         plans: of READs from the engines that were met.
         pace: of long computations.
         emit: hands an outcome to the engine thread.
@@ -40,7 +40,7 @@ class ActorContext:
 
     options: ConnectorOptions
     local: LocalRank
-    life: str
+    process: str
     reads: Reads
     side_channel: SideChannel
     clock: Clock

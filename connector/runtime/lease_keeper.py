@@ -348,7 +348,7 @@ def _control_event(message: wire.LeaseRequest | Leave, reply_to: ReplyAddress) -
                 sent_ns=message.sent_ns,
                 leases=message.leases,
                 hears_leaving=message.hears_leaving,
-                life=message.life,
+                process=message.process,
             )
         case wire.Release():
             return lending.ReleaseAsked(
@@ -357,7 +357,7 @@ def _control_event(message: wire.LeaseRequest | Leave, reply_to: ReplyAddress) -
                 rank=message.rank,
                 ranks=message.ranks,
                 leases=message.leases,
-                life=message.life,
+                process=message.process,
             )
 
 

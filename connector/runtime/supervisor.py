@@ -84,7 +84,7 @@ class Supervisor:
 
     Args:
         control: the control socket, of `side_channel`.
-        life: what only this process is called, and what only P's workers are told: 32 hex digits.
+        process: what only this process is called, and what only P's workers are told: 32 hex digits.
         emit: hands an outcome to the engine thread.
         log_failure: writes one line for people.
         log_crash: writes a line with a traceback: which actor, what it raised.
@@ -104,7 +104,7 @@ class Supervisor:
         side_channel: SideChannel,
         control: Listener,
         leave_secret: bytes,
-        life: str,
+        process: str,
         clock: Clock,
         recorder: Recorder,
         emit: Callable[[Outcome], None],
@@ -156,7 +156,7 @@ class Supervisor:
         self._context = ActorContext(
             options=options,
             local=local,
-            life=life,
+            process=process,
             reads=self._reads,
             side_channel=side_channel,
             clock=clock,

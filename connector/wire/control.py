@@ -51,7 +51,7 @@ SUMS_PARTS_MAX = 256
 _LEASES = Meta(max_length=LEASES_PER_MESSAGE_MAX)
 _Leases: TypeAlias = Annotated[tuple[LeaseName, ...], _LEASES]
 _is_identifier = re.compile(IDENTIFIER_PATTERN).match
-Life: TypeAlias = Annotated[str, Meta(pattern=r"\A(?:[0-9a-f]{32})?\Z")]
+Process: TypeAlias = Annotated[str, Meta(pattern=r"\A(?:[0-9a-f]{32})?\Z")]
 
 
 class HeldLease(NamedTuple):
@@ -92,7 +92,7 @@ class Hold(msgspec.Struct, frozen=True, kw_only=True, tag="hold"):
     leases: _Leases
     hears_leaving: bool = False
     """The sender understands Leaving, and wants to be told."""
-    life: Life = ""
+    process: Process = ""
     """Drawn by the sender's process, which tells nobody else; empty: it knows no such thing."""
 
     def __post_init__(self) -> None:
@@ -106,7 +106,7 @@ class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
     rank: Annotated[int, Meta(ge=0, lt=RANKS_MAX)]
     ranks: Annotated[int, Meta(ge=1, le=RANKS_MAX)]
     leases: _Leases
-    life: Life = ""
+    process: Process = ""
 
     def __post_init__(self) -> None:
         _require_bounded(self.leases)

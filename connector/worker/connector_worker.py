@@ -339,7 +339,7 @@ class ConnectorWorker:
             side_channel=side_channel,
             control=control,
             leave_secret=leave_secret,
-            life=uuid.uuid4().hex,
+            process=uuid.uuid4().hex,
             clock=clock,
             recorder=Recorder(
                 engine_id=layout.engine_id,

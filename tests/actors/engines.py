@@ -460,7 +460,7 @@ def _rank(
         side_channel=side_channel,
         control=control,
         leave_secret=LEAVE_SECRET,
-        life=uuid.uuid4().hex,
+        process=uuid.uuid4().hex,
         clock=clock,
         recorder=Recorder(
             engine_id=engine_id,

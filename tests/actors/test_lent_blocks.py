@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
 
 import pytest
 import trio
 
 from connector.config import ConnectorOptions
 from connector.observe.catalogue import LATE_NOTIFICATIONS
+from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.protocol import Noted, SendEnded
-from tests.actors.engines import HELD_SECONDS, LEASE_SECONDS, Engine, engine, lend_by_all, until
+from connector.wire.control import Release, Released, decode_answer, encode_request
+from tests.actors.engines import HELD_SECONDS, HOST, LEASE_SECONDS, Engine, engine, lend_by_all, until
 from tests.actors.stranger import stranger
 from tests.actors.test_pull import run
 
@@ -151,5 +154,54 @@ def test_what_an_engine_holds_is_not_freed_by_the_word_of_a_stranger() -> None:
             assert (await until(lambda: d.received("a"))).failure is None
             assert (d.blocks([2]) == 7).all()
             await until(lambda: p.sent("remote-a"))
+
+    run(test)
+
+
+def test_two_engines_of_one_id_do_not_release_for_each_other() -> None:
+    """Replicas of a D whose engine id is pinned, and a router that tries again elsewhere: one gives the request up, and
+    the other is still to read."""
+
+    async def test() -> None:
+        options = ConnectorOptions(kv_lease_duration=LEASE_SECONDS)
+        async with (
+            engine("p", serves=True, options=options) as p,
+            engine("d", options=options) as one,
+            engine("d", options=options) as other,
+        ):
+            loan = lend_by_all([p], "remote-a")
+            p.memory[:, 1] = 7
+            for each in (one, other):
+                each.wait_for("a", loan, p.address)
+                await until(lambda each=each: each.trace.path("hold", "remote-a/0")[-1:] == ["held"])
+            one.borrow("a", loan, p.address, [], [], awaited=False)
+            await until(lambda: one.trace.path("hold", "remote-a/0")[-1:] == ["released"])
+            assert p.sent("remote-a") is None, "freed, and the other one was told that it is held"
+            other.borrow("a", loan, p.address, [2], [1])
+            assert (await until(lambda: other.received("a"))).failure is None
+            assert (other.blocks([2]) == 7).all()
+            assert not (await until(lambda: p.sent("remote-a"))).expired
+
+    run(test)
+
+
+def test_what_an_engine_holds_is_not_released_by_a_stranger_who_knows_its_id() -> None:
+    """Engine ids stand in logs and in what tools are told."""
+
+    async def test() -> None:
+        options = ConnectorOptions(kv_lease_duration=LEASE_SECONDS)
+        async with engine("p", serves=True, options=options) as p, engine("d", options=options) as d:
+            loan = lend_by_all([p], "remote-a")
+            d.wait_for("a", loan, p.address)
+            await until(lambda: d.trace.path("hold", "remote-a/0")[-1:] == ["held"])
+            with closing(ZmqSideChannel()) as channel:
+                link = await channel.open_link(HOST, p.control.port)
+                for process in ("", "0" * 32):
+                    forged = Release(engine_id="d", rank=0, ranks=1, leases=(loan,), process=process)
+                    link.send(encode_request(forged))
+                    assert decode_answer(await link.receive()) == Released(leases=(loan,))
+            assert p.sent("remote-a") is None, "freed while D waits for it"
+            d.borrow("a", loan, p.address, [], [], awaited=False)
+            assert not (await until(lambda: p.sent("remote-a"))).expired
 
     run(test)

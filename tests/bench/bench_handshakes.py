@@ -310,7 +310,7 @@ def decode_rank(model: Model, memory: Memory, wanted: int, *, is_metered: bool) 
             side_channel=side_channel,
             control=side_channel.listen(HOST, 0),
             leave_secret=LEAVE_SECRET,
-            life=uuid.uuid4().hex,
+            process=uuid.uuid4().hex,
             clock=clock,
             recorder=Recorder(engine_id="decode", rank=0, role="kv_consumer", clock=clock, sink=connected),
             emit=lambda outcome: None,

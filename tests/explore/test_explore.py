@@ -465,12 +465,11 @@ def repeats_are_counted(patch: Patch) -> None:
 
     def count(value: lease.Lease, event: lease.Held | lease.ReaderDone) -> lease.Lease:
         after = with_reader(value, event)
-        if isinstance(event, lease.Held):
-            return after
-        before = sum(len(holder.released) for holder in value.holders)
-        *others, holder = after.holders
-        counted = msgspec.structs.replace(holder, released=frozenset(range(before + 1)))
-        return msgspec.structs.replace(after, holders=(*others, counted))
+        repeated = any(event.rank in holder.released for holder in value.holders)
+        for reader in [each for holder in after.holders for each in holder.told]:
+            if isinstance(event, lease.ReaderDone) and repeated:
+                after = with_reader(after, msgspec.structs.replace(event, rank=reader.rank, process=reader.process))
+        return after
 
     patch.attribute(lease, "_with_reader", count)
 

@@ -545,7 +545,7 @@ class Rules:
                 engines[old // product.decode_ranks] * product.decode_ranks + old % product.decode_ranks
                 for old in range(self.decode_cores)
             ]
-            names |= {f"life {old}": f"life {new}" for old, new in enumerate(cores)}
+            names |= {f"process {old}": f"process {new}" for old, new in enumerate(cores)}
             found.append((order, tuple(leases[old] for old in sorted(leases)), tuple(cores), names))
         return found
 
@@ -1210,7 +1210,7 @@ class Turn:
                         sent_ns=-message.age_ns,
                         leases=names,
                         hears_leaving=self._product.leaves,
-                        life=f"life {message.core}",
+                        process=f"process {message.core}",
                     ),
                 )
             case self_kind if self_kind == RELEASE:
@@ -1225,7 +1225,7 @@ class Turn:
                         rank=rank,
                         ranks=ranks,
                         leases=names,
-                        life=f"life {message.core}",
+                        process=f"process {message.core}",
                     ),
                 )
             case self_kind if self_kind == HEARTBEAT:

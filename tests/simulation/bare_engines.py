@@ -142,7 +142,7 @@ class Rank:
             side_channel=side_channel,
             control=self._control,
             leave_secret=LEAVE_SECRET,
-            life=uuid.uuid5(uuid.NAMESPACE_OID, name).hex,
+            process=uuid.uuid5(uuid.NAMESPACE_OID, name).hex,
             clock=doors.clock,
             recorder=Recorder(
                 engine_id=engine_id,

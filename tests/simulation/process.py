@@ -245,7 +245,7 @@ class Rank:
             side_channel=side_channel,
             control=self.control,
             leave_secret=LEAVE_SECRET,
-            life=uuid.uuid5(uuid.NAMESPACE_OID, f"{self._owner} {tp_rank}").hex,
+            process=uuid.uuid5(uuid.NAMESPACE_OID, f"{self._owner} {tp_rank}").hex,
             clock=clock,
             recorder=Recorder(
                 engine_id=process.engine_id,

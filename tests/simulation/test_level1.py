@@ -316,10 +316,10 @@ def release_by_engine_id(patch: Patch) -> None:
     """A process speaks for all that have its engine id."""
     with_reader = lease._with_reader
 
-    def without_lives(value: lease.Lease, event: lease.Held | lease.ReaderDone) -> lease.Lease:
-        return with_reader(value, msgspec.structs.replace(event, life=""))
+    def without_processes(value: lease.Lease, event: lease.Held | lease.ReaderDone) -> lease.Lease:
+        return with_reader(value, msgspec.structs.replace(event, process=""))
 
-    patch.setattr(lease, "_with_reader", without_lives)
+    patch.setattr(lease, "_with_reader", without_processes)
 
 
 def never_expire(patch: Patch) -> None:

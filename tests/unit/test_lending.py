@@ -331,14 +331,16 @@ def test_a_lease_is_held_by_a_bounded_number_of_processes() -> None:
         assert held_by(core, "d", f"{number:032x}") == "held"
     assert held_by(core, "d", "one too many") == lending.CROWDED
     assert held_by(core, "d", f"{0:032x}") == "held"
-    released = ReleaseAsked(reply_to=b"", engine_id="d", rank=0, ranks=1, leases=(NAME,), life="one too many")
+    released = ReleaseAsked(reply_to=b"", engine_id="d", rank=0, ranks=1, leases=(NAME,), process="one too many")
     assert core.handle(released, 1) == [AnswerRelease(reply_to=b"", leases=(NAME,))]
     assert core.leases()[0].holders[0].released == frozenset()
 
 
-def held_by(core: Lending, engine_id: str, life: str = "") -> str:
+def held_by(core: Lending, engine_id: str, process: str = "") -> str:
     """What this process is told when it asks for the lease."""
-    asked = lending.HoldAsked(reply_to=b"", engine_id=engine_id, rank=0, ranks=1, sent_ns=0, leases=(NAME,), life=life)
+    asked = lending.HoldAsked(
+        reply_to=b"", engine_id=engine_id, rank=0, ranks=1, sent_ns=0, leases=(NAME,), process=process
+    )
     (answer,) = core.handle(asked, 1)
     assert isinstance(answer, lending.AnswerHold)
     return "held" if answer.held else answer.gone[0][1]

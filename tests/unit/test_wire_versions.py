@@ -38,7 +38,6 @@ LINES = Path(__file__).with_name("wire_0_1.txt")
 
 ADDED = {"added_by_a_later_version": [1, {"x": "y"}]}
 LEASE = LeaseName("p-1", 7)
-LIFE = "0123456789abcdef" * 2
 KEYS = parse_keys("k1 " + "ab" * 32)
 PROMPT = [1, 2, 3, 50_000]
 
@@ -128,12 +127,10 @@ MESSAGES = {
         _advertisement,
     ),
     "hold": _control(
-        control.Hold(engine_id="d", rank=1, ranks=2, sent_ns=5, leases=(LEASE,), hears_leaving=True, life=LIFE),
+        control.Hold(engine_id="d", rank=1, ranks=2, sent_ns=5, leases=(LEASE,), hears_leaving=True),
         control.decode_request,
     ),
-    "release": _control(
-        control.Release(engine_id="d", rank=1, ranks=2, leases=(LEASE,), life=LIFE), control.decode_request
-    ),
+    "release": _control(control.Release(engine_id="d", rank=1, ranks=2, leases=(LEASE,)), control.decode_request),
     "ask sums": _control(control.AskSums(lease=LEASE, part=1), control.decode_request),
     "inspect": _control(
         inspection.Inspect(number=3, what="requests", match="a", first=4, rows=5), control.decode_request

@@ -236,7 +236,7 @@ class Rank:
                 side_channel=Door(points, owner, "side channel", channel, SIDE_CHANNEL_KINDS),  # type: ignore[arg-type]
                 control=Door(points, owner, "listener", self.control),  # type: ignore[arg-type]
                 leave_secret=LEAVE_SECRET,
-                life=uuid.uuid5(uuid.NAMESPACE_OID, owner).hex,
+                process=uuid.uuid5(uuid.NAMESPACE_OID, owner).hex,
                 clock=clock,
                 recorder=Recorder(
                     engine_id=name,

@@ -493,10 +493,10 @@ class PrefillRank(Executor):
             ranks, released = holders.get(asked.engine_id, (0, set()))
             if is_release:
                 released.add(asked.rank)
-                prompt.askers[self.number].discard(asked.life)
+                prompt.askers[self.number].discard(asked.process)
             else:
                 released.discard(asked.rank)
-                prompt.askers[self.number].add(asked.life)
+                prompt.askers[self.number].add(asked.process)
                 self._touch(prompt, until_ns)
             holders[asked.engine_id] = (max(ranks, asked.ranks), released)
         self.deliver(asked)

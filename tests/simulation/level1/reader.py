@@ -279,7 +279,7 @@ class Reader(Executor):
             ranks=connection.consumers,
             sent_ns=effect.sent_ns,
             leases=effect.leases,
-            life=self.rank.name,
+            process=self.rank.name,
         )
         connection.link.send(connection.ranks[effect.rank].hear, asked)
 
@@ -291,7 +291,7 @@ class Reader(Executor):
             rank=self.rank.number,
             ranks=connection.consumers,
             leases=effect.leases,
-            life=self.rank.name,
+            process=self.rank.name,
         )
         connection.link.send(connection.ranks[effect.rank].hear, asked)
 

@@ -42,7 +42,7 @@ READERS = (
                 "released | {len(released)}",
             ),
         ),
-        place=Explored(within(TWO_OF_D, 1), "invariant 5"),
+        place=ByTest(LEASE + "::test_a_rank_counts_once_however_often_it_says_so"),
     ),
     Mutant(
         name="the smallest number of ranks counts",
@@ -80,7 +80,7 @@ READERS = (
         name="processes without bound",
         rule="late and repeated messages",
         row=50,
-        broken="whoever names a lease under ever new lives makes each step of it dearer",
+        broken="whoever names a lease under ever new names of processes makes each step of it dearer",
         changes=(Edit(Lending._is_full, "len(known.told) >= READERS_MAX", "False"),),
         place=ByTest(LENDING + "::test_a_lease_is_held_by_a_bounded_number_of_processes"),
     ),
@@ -120,7 +120,7 @@ READERS = (
         rule="overtaking",
         row=56,
         broken="a release that arrives before the grant is not counted",
-        changes=(Edit(lease._remember_reader, "_count(lease, event)", "lease"),),
+        changes=(Edit(lease._remember_reader, "_with_reader(lease, event)", "lease"),),
         place=ByTest(LEASE + "::test_readers_that_overtake_the_grant_are_remembered"),
     ),
     Mutant(
