@@ -51,14 +51,10 @@ from connector.wire.inspection import (
     ROWS_MAX,
     AnyRow,
     EngineRow,
-    HoldRow,
     Inspect,
     Inspected,
     LeaseRow,
-    LocalPrefillRow,
     PeerRow,
-    QuarantineRow,
-    ReadRow,
     RecordRow,
     RequestRow,
     What,
@@ -234,28 +230,9 @@ def _merged(engine: EngineReport, more: EngineReport) -> EngineReport:
     further = {rank.rank: rank for rank in more.ranks}
     ranks = []
     for rank in engine.ranks:
-        rows = {_identity(row): row for row in (*rank.rows, *(further[rank.rank].rows if rank.rank in further else ()))}
+        rows = {row.identity: row for row in (*rank.rows, *(further[rank.rank].rows if rank.rank in further else ()))}
         ranks.append(replace(rank, rows=tuple(rows.values())))
     return replace(engine, ranks=tuple(ranks))
-
-
-def _identity(row: AnyRow) -> tuple[object, ...]:
-    """Equal for rows about the same thing."""
-    match row:
-        case RecordRow(record=record):
-            return "record", record.mono_ns, record.machine, record.subject, record.to_state
-        case RequestRow() | QuarantineRow() | LocalPrefillRow():
-            return type(row), row.request_id
-        case LeaseRow():
-            return type(row), row.request_id, row.lease_number
-        case HoldRow():
-            return type(row), row.remote_request_id, row.lease_number, row.peer, row.rank
-        case PeerRow():
-            return type(row), row.engine_id, row.address
-        case ReadRow():
-            return type(row), row.request_id, row.read
-        case _:
-            return (type(row),)
 
 
 # --- which engines ----------------------------------------------------------------------------------------------------

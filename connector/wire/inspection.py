@@ -18,7 +18,7 @@ its meaning.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal, TypeAlias, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
 
 import msgspec
 from msgspec import Meta
@@ -46,7 +46,6 @@ ENTRIES_MAX = 96
 What: TypeAlias = Literal[
     "engine", "peers", "requests", "holds", "leases", "reads", "quarantines", "local_prefills", "records"
 ]
-WHATS: tuple[What, ...] = get_args(What)
 
 
 class Inspect(msgspec.Struct, frozen=True, kw_only=True, tag="inspect"):
@@ -71,7 +70,17 @@ class Inspect(msgspec.Struct, frozen=True, kw_only=True, tag="inspect"):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Base of all rows. Seconds are durations until, or since, the moment of the answer."""
+    """Base of all rows. Seconds are durations until, or since, the moment of the answer.
+
+    `what`: the question that rows of this kind answer.
+    """
+
+    what: ClassVar[What]
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """Equal for the rows of one worker that are about the same thing; here, where there is one of its kind."""
+        return (self.what,)
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,6 +130,8 @@ class EngineRow(Row, frozen=True, kw_only=True):
     `recorded_seconds`: how far back every step is kept; None: nothing has happened yet.
     """
 
+    what: ClassVar[What] = "engine"
+
     engine_id: str
     rank: int
     tp_rank: int
@@ -152,6 +163,8 @@ class PeerRow(Row, frozen=True, kw_only=True):
         leaving_seconds: it is to end, and keeps what it lends for so long at most; None: it has not said so.
     """
 
+    what: ClassVar[What] = "peers"
+
     engine_id: str
     address: str
     state: str
@@ -173,6 +186,10 @@ class PeerRow(Row, frozen=True, kw_only=True):
     leaving_seconds: float | None = None
     loading_blocks: int = 0
 
+    @property
+    def identity(self) -> tuple[object, ...]:
+        return self.what, self.engine_id, self.address
+
 
 class RequestRow(Row, frozen=True, kw_only=True):
     """A request on D that has not ended: `queued` while it waits in vLLM's queue, and then a state of `request`.
@@ -188,6 +205,8 @@ class RequestRow(Row, frozen=True, kw_only=True):
         proven_seconds: how much longer P is known to keep the blocks; None: it has not said, or does not keep them.
         ending, failure, detail: of a draining request: how it will end, and why.
     """
+
+    what: ClassVar[What] = "requests"
 
     request_id: str
     remote_request_id: str
@@ -209,9 +228,15 @@ class RequestRow(Row, frozen=True, kw_only=True):
     failure: str | None
     detail: str | None
 
+    @property
+    def identity(self) -> tuple[object, ...]:
+        return self.what, self.request_id
+
 
 class HoldRow(Row, frozen=True, kw_only=True):
     """One lease on one rank of P, as D knows it; `unmet` while P was not connected since it is wanted."""
+
+    what: ClassVar[What] = "holds"
 
     remote_request_id: str
     lease_number: int
@@ -223,6 +248,10 @@ class HoldRow(Row, frozen=True, kw_only=True):
     why: str | None
     users: tuple[str, ...]
     users_count: int
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        return self.what, self.remote_request_id, self.lease_number, self.peer, self.rank
 
 
 class HolderRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -237,6 +266,8 @@ class HolderRow(msgspec.Struct, frozen=True, kw_only=True):
 class LeaseRow(Row, frozen=True, kw_only=True):
     """What P lends. `deadline_seconds`: until it expires unless it is renewed; `limit_seconds`: however it is."""
 
+    what: ClassVar[What] = "leases"
+
     request_id: str
     lease_number: int
     state: str
@@ -247,9 +278,15 @@ class LeaseRow(Row, frozen=True, kw_only=True):
     holders: tuple[HolderRow, ...]
     holders_count: int
 
+    @property
+    def identity(self) -> tuple[object, ...]:
+        return self.what, self.request_id, self.lease_number
+
 
 class ReadRow(Row, frozen=True, kw_only=True):
     """A READ that NIXL was given and has not ended. `is_posted` false: its turn has not come."""
+
+    what: ClassVar[What] = "reads"
 
     request_id: str
     read: int
@@ -258,9 +295,15 @@ class ReadRow(Row, frozen=True, kw_only=True):
     descriptors: int
     is_posted: bool
 
+    @property
+    def identity(self) -> tuple[object, ...]:
+        return self.what, self.request_id, self.read
+
 
 class QuarantineRow(Row, frozen=True, kw_only=True):
     """A request that ended while READs might still write into its blocks; these stay out of the pool until they end."""
+
+    what: ClassVar[What] = "quarantines"
 
     request_id: str
     remote_request_id: str
@@ -268,6 +311,10 @@ class QuarantineRow(Row, frozen=True, kw_only=True):
     blocks: int
     reads: int
     since_seconds: float
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        return self.what, self.request_id
 
 
 def quarantined_blocks(rows: Iterable[QuarantineRow]) -> int:
@@ -285,22 +332,35 @@ class LocalPrefillRow(Row, frozen=True, kw_only=True):
     `has_params`: it had kv_transfer_params, and neither of their flags.
     """
 
+    what: ClassVar[What] = "local_prefills"
+
     request_id: str
     has_params: bool
     prompt_tokens: int
     age_seconds: float
 
+    @property
+    def identity(self) -> tuple[object, ...]:
+        return self.what, self.request_id
+
 
 class RecordRow(Row, frozen=True, kw_only=True):
     """A step of the flight recorder; the newest come first. `age_seconds`: since it was taken."""
 
+    what: ClassVar[What] = "records"
+
     record: TransitionRecord
     age_seconds: float
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        return self.what, self.record.mono_ns, self.record.machine, self.record.subject, self.record.to_state
 
 
 AnyRow: TypeAlias = (
     EngineRow | PeerRow | RequestRow | HoldRow | LeaseRow | ReadRow | QuarantineRow | LocalPrefillRow | RecordRow
 )
+WHATS: tuple[What, ...] = tuple(kind.what for kind in get_args(AnyRow))
 
 
 class Inspected(msgspec.Struct, frozen=True, kw_only=True, tag="inspected"):

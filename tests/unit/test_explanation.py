@@ -11,6 +11,7 @@ from connector.observe.advice import NO_PARAMETERS, NOT_READ, WHAT_TO_DO, advice
 from connector.observe.course import brought_together
 from connector.observe.explanation import Case, Explanation, Live, Said, Silent, explain, explain_nothing, find
 from connector.observe.explanation.not_read import LEASE_WAITING
+from connector.observe.explanation.rows import by_type
 from connector.observe.explanation.waiting import WAITING
 from connector.runtime.inspector import QUEUED
 from connector.wire.inspection import (
@@ -136,6 +137,11 @@ def engine_row(engine_id: str, **facts: Any) -> Said[EngineRow]:
     return Said(engine_id, 0, found)
 
 
+def said_by(*said: Said[Any], **others: Any) -> Live:
+    """What running engines say, in rows of any kinds; `others`: further fields of `Live`."""
+    return Live(rows=by_type(said), **others)
+
+
 def the_answer(found: list[TransitionRecord], live: Live | None = None, text: str = "abc") -> Explanation:
     live = live or Live()
     (case,) = find(text, found, live)
@@ -201,7 +207,7 @@ def test_the_first_line_begins_with_the_kind_and_says_what_happened(failure: Fai
 
 @pytest.mark.parametrize("state", WAITING)
 def test_the_first_line_of_one_that_waits_says_for_what_and_how_long(state: str) -> None:
-    live = Live(requests=(row(state),), peers=(peer_row("handshaking"),))
+    live = said_by(row(state), peer_row("handshaking"))
     answer = the_answer([], live)
     assert answer.outcome == "waiting"
     assert "3 s" in answer.cause or "2 s" in answer.cause
@@ -227,13 +233,13 @@ def test_one_that_was_refused_because_its_peer_backs_off_says_why_it_does() -> N
     refused = ended_with(failures.PeerBackoff(peer="P", retry_in_seconds=3.0, last="ConnectionRefused"))
     answer = the_answer([*peer, *refused])
     assert answer.cause.startswith("PeerBackoff: ConnectionRefused: nothing listens at 10.0.0.1:5600")
-    live = Live(peers=(peer_row("backoff", failure="HandshakeTimeout", detail="did not answer; check"),))
+    live = said_by(peer_row("backoff", failure="HandshakeTimeout", detail="did not answer; check"))
     assert the_answer(refused, live).cause.startswith("PeerBackoff: HandshakeTimeout: did not answer")
 
 
 def test_a_queued_one_whose_blocks_are_quarantined_says_so() -> None:
     kept = QuarantineRow(request_id="other", remote_request_id="o", peer="P", blocks=38, reads=2, since_seconds=9.0)
-    live = Live(engines=(engine_row("D", blocks=40),), requests=(row("queued"),), quarantines=(Said("D", 0, kept),))
+    live = said_by(engine_row("D", blocks=40), row("queued"), Said("D", 0, kept))
     answer = the_answer([], live)
     assert answer.cause.startswith("Quarantined: 38 of 40 KV blocks")
     assert "P have not ended" in answer.cause
@@ -244,28 +250,28 @@ def test_what_a_built_in_engine_does_not_say_is_not_said_to_be_known() -> None:
     """D takes its lease to be over in its time, whatever its heartbeats have kept."""
     builtin = peer_row("ready", is_builtin=True)
     for state in ("queued", "reading"):
-        answer = the_answer([], Live(requests=(row(state),), peers=(builtin,)))
+        answer = the_answer([], said_by(row(state), builtin))
         assert not any("is known to keep" in fact for fact in answer.facts)
         assert any("D takes its lease to end in 20 s" in fact for fact in answer.facts)
-    queued = the_answer([], Live(requests=(row("queued"),), peers=(builtin,)))
+    queued = the_answer([], said_by(row("queued"), builtin))
     assert "LeaseOver" in queued.next
     assert "keeps the lease on P alive" not in queued.next
-    ours = the_answer([], Live(requests=(row("reading"),), peers=(peer_row("ready"),)))
+    ours = the_answer([], said_by(row("reading"), peer_row("ready")))
     assert "P is known to keep the blocks for 20 s more" in ours.facts
 
 
 @pytest.mark.parametrize("state", ["queued", "reading"])
 def test_one_whose_peer_drains_says_how_long_its_blocks_are_kept_at_most(state: str) -> None:
     """One that waits in the queue for longer fails (PeerLeaving)."""
-    drains = Live(requests=(row(state),), peers=(peer_row("ready", leaving_seconds=12.0),))
+    drains = said_by(row(state), peer_row("ready", leaving_seconds=12.0))
     assert "P drains, and keeps what it lends for 12 s more at most" in the_answer([], drains).facts
-    stays = Live(requests=(row(state),), peers=(peer_row("ready"),))
+    stays = said_by(row(state), peer_row("ready"))
     assert not any("drains" in fact for fact in the_answer([], stays).facts)
 
 
 def test_a_few_quarantined_blocks_are_not_why_it_is_queued() -> None:
     kept = QuarantineRow(request_id="other", remote_request_id="o", peer="hangs", blocks=3, reads=2, since_seconds=9.0)
-    live = Live(engines=(engine_row("D", blocks=40),), requests=(row("queued"),), quarantines=(Said("D", 0, kept),))
+    live = said_by(engine_row("D", blocks=40), row("queued"), Said("D", 0, kept))
     answer = the_answer([], live)
     assert answer.kind is None
     assert answer.cause.startswith("It waits in the queue of vLLM's scheduler")
@@ -295,9 +301,9 @@ def test_a_queued_one_whose_lease_is_over_says_so_before_it_is_scheduled(why: st
     """And not that it is kept alive. What is over for another rank, or of another lease, is not of it."""
     waits = row("queued", proven_seconds=None)
     others = (hold_row("held"), hold_row("gone", lease_number=2, why=why), hold_row("gone", why=why)._replace(rank=1))
-    assert the_answer([], Live(requests=(waits,), holds=others)).kind is None
+    assert the_answer([], said_by(waits, *others)).kind is None
     facts = engine_row("D", load_failure_policy="recompute")
-    live = Live(engines=(facts,), requests=(waits,), holds=(*others, hold_row("gone", rank=1, why=why)))
+    live = said_by(facts, waits, *others, hold_row("gone", rank=1, why=why))
     answer = the_answer([], live)
     assert answer.cause.startswith(f"{kind}: prefill engine P does not keep its blocks any more ({why})")
     assert (answer.kind, answer.outcome, answer.advice) == (kind, "waiting", WHAT_TO_DO[kind])
@@ -311,16 +317,16 @@ def test_a_call_of_nixl_that_does_not_return_stands_first_beside_what_the_reques
 ) -> None:
     name, rank, found = engine_row(engine_id)
     hangs = Said(name, rank, msgspec.structs.replace(found, counts={NIXL_LAG_SECONDS: 40}))
-    answer = the_answer([], Live(engines=(hangs,), requests=(row("reading"),), peers=(peer_row("ready"),)))
+    answer = the_answer([], said_by(hangs, row("reading"), peer_row("ready")))
     said = [fact for fact in answer.facts if "NIXL has not returned from a call for 40 s" in fact]
     assert said == ([answer.facts[0]] if is_said else [])
 
 
 def test_a_queued_one_whose_peer_is_away_is_not_said_to_be_kept_alive() -> None:
     away = peer_row("backoff", failure="ConnectionRefused", detail="nothing listens there")
-    answer = the_answer([], Live(requests=(row("queued", proven_seconds=None),), peers=(away,)))
+    answer = the_answer([], said_by(row("queued", proven_seconds=None), away))
     assert "cannot tell P to keep the lease" in answer.next
-    connected = the_answer([], Live(requests=(row("queued"),), peers=(peer_row("ready"),)))
+    connected = the_answer([], said_by(row("queued"), peer_row("ready")))
     assert connected.next == WAITING["queued"][1]
 
 
@@ -330,7 +336,7 @@ def test_blocks_of_which_each_rank_keeps_its_part_aside_count_once() -> None:
         for name, blocks in (("both", 20), ("both", 20), ("one", 10))
     ]
     quarantines = tuple(Said("D", rank, each) for rank, each in zip((0, 1, 1), kept, strict=True))
-    live = Live(engines=(engine_row("D", blocks=40),), requests=(row("queued"),), quarantines=quarantines)
+    live = said_by(engine_row("D", blocks=40), row("queued"), *quarantines)
     assert the_answer([], live).cause.startswith("Quarantined: 30 of 40 KV blocks")
 
 
@@ -342,7 +348,7 @@ def test_one_that_a_full_quarantine_refused_says_whose_reads_have_not_ended() ->
         for name, peer in (("a", "hangs"), ("b", "hangs"), ("c", "hangs-too"), ("d", "another"))
     ]
     owners = ("D", "D", "D", "another-D")
-    live = Live(quarantines=tuple(Said(owner, 0, each) for owner, each in zip(owners, kept, strict=True)))
+    live = said_by(*(Said(owner, 0, each) for owner, each in zip(owners, kept, strict=True)))
     answer = the_answer(refused, live)
     assert answer.cause.startswith("QuarantineFull: 38 KV blocks")
     assert answer.cause.endswith(": READs from hangs, hangs-too have not ended")
@@ -353,7 +359,7 @@ def test_one_that_a_full_quarantine_refused_says_whose_reads_have_not_ended() ->
 @pytest.mark.parametrize("state", ["pending_handshake", "reading", "proving"])
 def test_one_whose_peer_does_not_answer_the_tool_either_says_so(state: str) -> None:
     silent = Silent(address="10.0.0.1:5600", engine_id="P", kind="HandshakeTimeout", problem="no answer within 1 s")
-    live = Live(requests=(row(state),), peers=(peer_row("ready"),), silent=(silent,))
+    live = said_by(row(state), peer_row("ready"), silent=(silent,))
     answer = the_answer([], live)
     assert answer.cause.startswith("HandshakeTimeout: ")
     assert "no answer within 1 s" in answer.cause
@@ -365,7 +371,7 @@ def test_one_whose_peer_does_not_answer_the_tool_either_says_so(state: str) -> N
 def test_that_only_the_tool_may_not_ask_its_peer_is_no_cause(kind: str, state: str) -> None:
     """D is connected. What the tool was told is a fact, and not what to correct on P or D."""
     silent = Silent(address="10.0.0.1:5600", engine_id="P", kind=kind, problem="this tool may not ask it (--keys)")
-    live = Live(requests=(row(state),), peers=(peer_row("ready"),), silent=(silent,))
+    live = said_by(row(state), peer_row("ready"), silent=(silent,))
     answer = the_answer([], live)
     assert answer.kind is None
     assert kind not in answer.cause
@@ -374,21 +380,21 @@ def test_that_only_the_tool_may_not_ask_its_peer_is_no_cause(kind: str, state: s
 
 
 def test_one_that_waits_for_its_turn_says_behind_how_many() -> None:
-    live = Live(requests=(row("reading", waits_for="turn", queue_position=7),))
+    live = said_by(row("reading", waits_for="turn", queue_position=7))
     assert the_answer([], live).cause == "Its READs wait for their turn, behind those of 7 request(s), for 3 s"
-    first = Live(requests=(row("reading", waits_for="turn", queue_position=0),))
+    first = said_by(row("reading", waits_for="turn", queue_position=0))
     assert the_answer([], first).cause == "Its READs wait for their turn, and are the next, for 3 s"
 
 
 def test_one_whose_connection_is_given_up_says_why() -> None:
     lost = peer_row("draining", failure="ControlLinkLost", detail="the control connection was lost; it is rebuilt")
-    live = Live(requests=(row("pending_handshake"),), peers=(lost,))
+    live = said_by(row("pending_handshake"), lost)
     answer = the_answer([], live)
     assert answer.cause.startswith("ControlLinkLost: the control connection was lost; the connection is rebuilt when 3")
 
 
 def test_one_that_waits_for_checksums_is_not_said_to_wait_for_the_connection() -> None:
-    live = Live(requests=(row("pending_handshake", waits_for="checksums"),), peers=(peer_row("ready"),))
+    live = said_by(row("pending_handshake", waits_for="checksums"), peer_row("ready"))
     answer = the_answer([], live)
     assert answer.cause.startswith("Waiting for the checksums of its blocks (verify) from prefill engine P")
     assert answer.waits_for == "checksums"
@@ -412,14 +418,14 @@ def test_a_rank_that_waits_is_told_with_its_own_connection() -> None:
     waits = row("pending_handshake")._replace(rank=1)
     handshaking = peer_row("handshaking")._replace(rank=1)
     for further in ((), (peer_row("ready", requests=0)._replace(rank=1),)):
-        answer = the_answer([], Live(requests=(waits,), peers=(peer_row("ready"), *further, handshaking)))
+        answer = the_answer([], said_by(waits, peer_row("ready"), *further, handshaking))
         assert answer.cause.startswith("Waiting for the handshake with prefill engine P")
         assert any("connection to P at 10.0.0.1:5600 is handshaking" in fact for fact in answer.facts)
 
 
 def test_one_that_drains_says_what_it_failed_of() -> None:
     failure = failures.DeadlineExceeded(timeout_seconds=5.0, phase="reading")
-    live = Live(requests=(row("draining", failure=failure.kind, detail=str(failure), ending="expired"),))
+    live = said_by(row("draining", failure=failure.kind, detail=str(failure), ending="expired"))
     answer = the_answer([], live)
     assert answer.cause.startswith("DeadlineExceeded: ")
     assert "READs have not ended" in answer.cause
@@ -429,11 +435,9 @@ def test_the_part_of_the_hash_that_differs_is_named_with_both_values() -> None:
     failure = failures.Incompatible(
         peer="P", field="compatibility_hash", local="a1", remote="b2", advice="start it alike"
     )
-    live = Live(
-        engines=(
-            engine_row("D", factors={"model": "llama", "dtype": "float16"}),
-            engine_row("P", factors={"model": "gemma", "dtype": "float16"}),
-        )
+    live = said_by(
+        engine_row("D", factors={"model": "llama", "dtype": "float16"}),
+        engine_row("P", factors={"model": "gemma", "dtype": "float16"}),
     )
     answer = the_answer(ended_with(failure), live)
     assert answer.cause == "Incompatible: prefill engine P and this one differ: model: gemma on P, llama on D"
@@ -445,7 +449,7 @@ def test_of_equal_weights_the_path_is_not_what_differs() -> None:
         peer="P", field="k_scale of a layer", local="0.5", remote="0.25", advice="start it alike"
     )
     same = {"model": "/here", "weights": "w"}
-    live = Live(engines=(engine_row("D", factors=same), engine_row("P", factors=same | {"model": "/elsewhere"})))
+    live = said_by(engine_row("D", factors=same), engine_row("P", factors=same | {"model": "/elsewhere"}))
     answer = the_answer(ended_with(failure), live)
     assert answer.cause.startswith("Incompatible: ")
     assert "k_scale of a layer is 0.25 there and 0.5 here" in answer.cause
@@ -454,7 +458,7 @@ def test_of_equal_weights_the_path_is_not_what_differs() -> None:
 
 @pytest.mark.parametrize(("policy", "word"), [("fail", "an error"), ("recompute", "computes the prompt itself")])
 def test_what_happens_next_depends_on_the_policy(policy: str, word: str) -> None:
-    live = Live(engines=(engine_row("D", load_failure_policy=policy),))
+    live = said_by(engine_row("D", load_failure_policy=policy))
     assert word in the_answer(ended_with(failures.ConnectionRefused(peer="P")), live).next
 
 
@@ -469,7 +473,7 @@ def local_prefill(name: str = D_NAME, *, has_params: bool = False) -> Said[Local
     ("has_params", "word"), [(False, "no kv_transfer_params"), (True, "neither do_remote_prefill nor")]
 )
 def test_one_without_parameters(has_params: bool, word: str) -> None:
-    live = Live(local_prefills=(local_prefill(has_params=has_params),))
+    live = said_by(local_prefill(has_params=has_params))
     answer = the_answer([], live)
     assert answer.cause.startswith(f"{NO_PARAMETERS}: ")
     assert word in answer.cause
@@ -478,7 +482,7 @@ def test_one_without_parameters(has_params: bool, word: str) -> None:
 
 
 def test_one_without_parameters_whose_blocks_are_lent_is_one_answer() -> None:
-    live = Live(local_prefills=(local_prefill(),), leases=(lease_row("held"),))
+    live = said_by(local_prefill(), lease_row("held"))
     answer = the_answer(lent(LENT[:2]), live)
     assert answer.kind == NO_PARAMETERS
     assert any("the router has lost the parameters" in fact for fact in answer.facts)
@@ -487,14 +491,14 @@ def test_one_without_parameters_whose_blocks_are_lent_is_one_answer() -> None:
 
 def test_one_without_parameters_says_which_prefill_engine_gives_none() -> None:
     """Because it drains: the router has lost nothing. Not where the blocks were lent: then it has."""
-    live = Live(local_prefills=(local_prefill(),), leaving=("P",))
+    live = said_by(local_prefill(), leaving=("P",))
     assert "P drains" in the_answer([], live).cause
     assert "P drains" not in the_answer(lent(LENT[:2]), live).cause
     assert "P drains" in explain_nothing("abc", Live(leaving=("P",)), ["P at h:1"])
 
 
 def test_a_prefill_engine_that_is_not_asked_to_lend() -> None:
-    live = Live(engines=(engine_row("D", role="kv_producer"),), local_prefills=(local_prefill(),))
+    live = said_by(engine_row("D", role="kv_producer"), local_prefill())
     answer = the_answer([], live)
     assert "P, which did not lend" in answer.cause
     assert "do_remote_decode" in answer.advice
@@ -515,7 +519,7 @@ def test_a_prefill_engine_that_is_not_asked_to_lend() -> None:
 def test_a_lease_of_which_no_decode_engine_knows(
     steps: tuple[Step, ...], rows: tuple[Any, ...], word: str, outcome: str
 ) -> None:
-    answer = the_answer(lent(steps), Live(leases=rows))
+    answer = the_answer(lent(steps), said_by(*rows))
     assert word in answer.cause
     assert (answer.outcome, answer.side) == (outcome, "P")
     assert answer.since_wall == len(steps) - 1
@@ -643,7 +647,7 @@ def test_one_that_failed_or_waits_says_how_long_it_was_in_the_queue() -> None:
     failed = the_answer(queued(ended_with(failures.ConnectionRefused(peer="P")), 12.8))
     assert any(word in fact for fact in failed.facts)
     assert any(word in fact for fact in the_answer(queued(pulled(PULLED[:2]), 12.8)).facts)
-    live = Live(requests=(row("reading"),))
+    live = said_by(row("reading"))
     assert any(word in fact for fact in the_answer(queued(pulled(PULLED[:2]), 12.8), live).facts)
 
 
@@ -659,16 +663,16 @@ def test_ranks_that_went_the_same_way_are_one_line_and_the_one_that_failed_decid
 
 def test_of_several_ranks_that_wait_the_one_that_failed_decides_then_the_one_that_waits_longest() -> None:
     ranks = [row("reading", since_seconds=1.0), row("proving", since_seconds=9.0)]
-    live = Live(requests=tuple(each._replace(rank=number) for number, each in enumerate(ranks)))
+    live = said_by(*(each._replace(rank=number) for number, each in enumerate(ranks)))
     assert the_answer([], live).state == "proving"
     failed = row("draining", since_seconds=0.5, failure="DeadlineExceeded", detail="too long")._replace(rank=2)
-    assert the_answer([], Live(requests=(*live.requests, failed))).state == "draining"
+    assert the_answer([], said_by(*live.of(RequestRow), failed)).state == "draining"
 
 
 def test_where_one_rank_has_failed_that_is_the_cause_although_another_still_waits() -> None:
     """vLLM waits for all of them."""
     found = [msgspec.structs.replace(each, rank=1) for each in ended_with(LEASE_OVER)]
-    live = Live(engines=(engine_row("D", load_failure_policy="fail"),), requests=(row("reading"),))
+    live = said_by(engine_row("D", load_failure_policy="fail"), row("reading"))
     answer = the_answer([*pulled(PULLED[:2]), *found], live)
     assert answer.cause.startswith("LeaseOver: ")
     assert (answer.kind, answer.outcome, answer.rank) == ("LeaseOver", "waiting", 1)
@@ -690,7 +694,7 @@ def test_one_that_was_read_and_could_not_be_finished_has_failed() -> None:
 
 
 def test_one_that_lives_is_told_with_its_records() -> None:
-    live = Live(requests=(row("reading"),), leases=(lease_row("held"),))
+    live = said_by(row("reading"), lease_row("held"))
     answer = the_answer([*lent(LENT[:2]), *pulled(PULLED[:2])], live)
     assert answer.outcome == "waiting"
     assert len(answer.happened) == 4
@@ -698,7 +702,7 @@ def test_one_that_lives_is_told_with_its_records() -> None:
 
 
 def test_a_queued_one_is_one_case_with_its_lease() -> None:
-    live = Live(requests=(row("queued"),), leases=(lease_row("held"),))
+    live = said_by(row("queued"), lease_row("held"))
     (case,) = find("abc", lent(LENT[:2]), live)
     assert len(case.leases) == 1
     assert case.name == D_NAME
@@ -708,10 +712,10 @@ def test_a_queued_one_is_one_case_with_its_lease() -> None:
 def test_a_lease_whose_id_on_p_is_another_is_that_of_the_request_also_without_its_number(number: int) -> None:
     on_p = Said("P", 0, msgspec.structs.replace(lease_row("held").row, request_id="other"))
     waits = row("reading", remote_request_id="other", lease_number=number)
-    (case,) = find("abc", [], Live(requests=(waits,), leases=(on_p,)))
+    (case,) = find("abc", [], said_by(waits, on_p))
     assert case.leases == [on_p]
     twice = Said("P", 0, msgspec.structs.replace(on_p.row, lease_number=2))
-    (case,) = find("abc", [], Live(requests=(waits,), leases=(on_p, twice)))
+    (case,) = find("abc", [], said_by(waits, on_p, twice))
     assert case.leases == [on_p] * number
 
 
@@ -720,7 +724,7 @@ def test_a_lease_belongs_to_the_request_whose_parameters_name_it_wrongly() -> No
     wrong = pulled(FAILED, peer="another", reason="ConnectionRefused", detail="nothing listens")
     senseless = pulled(FAILED, peer=None, remote_request_id=None, lease_number=0, reason="BadParams", detail="bad")
     for each in (wrong, senseless):
-        (case,) = find("abc", [*lent(LENT[:2]), *each], Live(leases=(lease_row("held"),)))
+        (case,) = find("abc", [*lent(LENT[:2]), *each], said_by(lease_row("held")))
         assert len(case.story.leases) == 1
         assert len(case.leases) == 1
         assert explain(case, Live()).outcome == "failed"
@@ -736,10 +740,10 @@ def test_an_id_that_begins_another_one_names_its_own_request() -> None:
     """By the client's id, by D's, by P's, and where the other one still lives; a part of both names both."""
     other = records("request", "D", "cmpl-abcd-0-d", FAILED, peer="P", remote_request_id="cmpl-abcd-0-p", at=10)
     prefix = records("request", "D", f"{D_NAME}d", FAILED, peer="P", remote_request_id=f"{P_NAME}p", at=20)
-    live = Live(
-        requests=(row("queued", request_id="cmpl-abcde-0-d", remote_request_id="cmpl-abcde-0-p"),),
-        leases=(lease_row("held"),),
-        local_prefills=(local_prefill("cmpl-abc-0-dx"),),
+    live = said_by(
+        row("queued", request_id="cmpl-abcde-0-d", remote_request_id="cmpl-abcde-0-p"),
+        lease_row("held"),
+        local_prefill("cmpl-abc-0-dx"),
     )
     everything = [*other, *prefix, *lent(LENT[:2]), *pulled()]
     for text in (D_NAME, P_NAME):
@@ -752,7 +756,7 @@ def test_an_id_that_begins_another_one_names_its_own_request() -> None:
 
 def test_nothing_found_says_what_was_looked_at() -> None:
     silent = Silent(address="h:1", engine_id=None, kind="ConnectionRefused", problem="nothing listens there")
-    said = explain_nothing("abc", Live(engines=(engine_row("D"),), silent=(silent,)), ["D at h:2"])
+    said = explain_nothing("abc", said_by(engine_row("D"), silent=(silent,)), ["D at h:2"])
     queues = ("waits in vLLM's queue, on a prefill engine", "on D with parameters that will be refused")
     for word in ("'abc'", "D at h:2", "40 s", "h:1", "nothing listens there", "never sent it", *queues):
         assert word in said

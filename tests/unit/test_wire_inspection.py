@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -27,6 +27,7 @@ from connector.wire.inspection import (
     LeaseRow,
     LocalPrefillRow,
     RecordRow,
+    What,
     decode_inspected,
     text,
     texts,
@@ -70,6 +71,10 @@ def answer(rows: list[Any], **changes: Any) -> Inspected:
 def test_a_question_arrives_on_the_control_socket(what: Any) -> None:
     question = Inspect(number=1, what=what, match="x")
     assert decode_request(encode_request(question)) == question
+
+
+def test_every_question_has_its_kind_of_rows() -> None:
+    assert get_args(What) == WHATS
 
 
 def test_an_answer_arrives_with_its_rows() -> None:

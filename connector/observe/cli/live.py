@@ -353,9 +353,7 @@ def _as_data(found: Survey) -> dict[str, Any]:
                         "problem": rank.problem,
                         "draining": rank.draining,
                         **{
-                            what: [
-                                msgspec.to_builtins(row) for row in rank.rows if _KIND_OF[type(row).__name__] == what
-                            ]
+                            what: [msgspec.to_builtins(row) for row in rank.rows if row.what == what]
                             for what in WHATS
                             if what != "records"
                         },
@@ -366,20 +364,6 @@ def _as_data(found: Survey) -> dict[str, Any]:
             for engine in found.engines
         ],
     }
-
-
-_KIND_OF = {
-    "EngineRow": "engine",
-    "PeerRow": "peers",
-    "RequestRow": "requests",
-    "HoldRow": "holds",
-    "LeaseRow": "leases",
-    "ReadRow": "reads",
-    "QuarantineRow": "quarantines",
-    "LocalPrefillRow": "local_prefills",
-    "RecordRow": "records",
-}
-"""By the type of a row: the question that it answers."""
 
 
 def _tables(found: Survey) -> list[Any]:

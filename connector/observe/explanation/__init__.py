@@ -34,7 +34,7 @@ from connector.observe.explanation.not_read import explain_lease, explain_local_
 from connector.observe.explanation.rows import Live, Said, Silent, live_of
 from connector.observe.explanation.waiting import explain_waiting
 from connector.observe.history import DONE, deciding_rank
-from connector.wire.inspection import RequestRow
+from connector.wire.inspection import EngineRow, RequestRow
 
 __all__ = ["Case", "Explanation", "Happened", "Live", "Said", "Silent", "explain", "explain_nothing", "find", "live_of"]
 
@@ -53,7 +53,7 @@ def explain(case: Case, live: Live) -> Explanation:
 
 def _hanging(answer: Explanation, live: Live) -> Iterator[str]:
     """Ranks of both engines of a request in which NIXL hangs, which looks like a mistake of another engine."""
-    for engine_id, rank, row in live.engines:
+    for engine_id, rank, row in live.of(EngineRow):
         if engine_id in (answer.engine_id, answer.peer) and row.nixl_lag_seconds:
             yield f"{engine_id} rank {rank}: {NIXL_HANGS % row.nixl_lag_seconds}"
 

@@ -77,10 +77,10 @@ def find(text: str, records: Iterable[TransitionRecord], live: Live) -> list[Cas
         if any(text in name for name in story.names)
     ]
     on_p = [each.lease_key for each in every if each.machine == "lease"]
-    _add_rows(text, cases, live, LeasesGiven((*on_p, *map(_key_of_lease, live.leases))))
+    _add_rows(text, cases, live, LeasesGiven((*on_p, *map(_key_of_lease, live.of(LeaseRow)))))
     cases = _with_their_leases(cases)
     alone = [case for case in cases if not case.story.requests and not case.requests]
-    for said in live.local_prefills:
+    for said in live.of(LocalPrefillRow):
         if text in said.row.request_id:
             # P may have lent what D was not told of.
             lent = [
@@ -130,7 +130,7 @@ def _add_rows(text: str, cases: list[Case], live: Live, given: LeasesGiven) -> N
     by_request = {
         (each.engine_id, each.subject): case for case in cases for each in case.story.requests if not each.is_over
     }
-    for said in live.requests:
+    for said in live.of(RequestRow):
         row = said.row
         if text not in row.request_id and text not in row.remote_request_id:
             continue
@@ -140,7 +140,7 @@ def _add_rows(text: str, cases: list[Case], live: Live, given: LeasesGiven) -> N
             cases.append(case)
         by_request[said.engine_id, row.request_id] = case
         case.requests.append(said)
-    for said_lease in live.leases:
+    for said_lease in live.of(LeaseRow):
         key = _key_of_lease(said_lease)
         named = [case for case in cases if key in _leases_of(case, given)]
         if not named and text in said_lease.row.request_id:

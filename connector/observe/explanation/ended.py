@@ -25,9 +25,7 @@ from connector.observe.history import (
     History,
 )
 from connector.wire.identity import differing_factors
-from connector.wire.inspection import (
-    PeerRow,
-)
+from connector.wire.inspection import PeerRow
 
 FACTORS_NAMED_MAX = 3
 """Of what makes two engines incompatible, in the first line."""
@@ -160,7 +158,7 @@ def _differing_factors(kind: str | None, ended: History, live: Live) -> list[str
 def explain_recorded(case: Case, open_one: History, live: Live) -> Explanation:
     """It has not ended as far as records go, and no engine knows it: they were written by processes that are gone."""
     waiting, follows = WAITING.get(open_one.state, (f"it is {open_one.state}", ""))
-    is_gone = bool(live.engines) and live.facts(open_one.engine_id) is not None
+    is_gone = live.facts(open_one.engine_id) is not None
     peer_failures = [each for history in case.peers for each in history.records if each.reason]
     last = f" (P: {peer_failures[-1].reason})" if peer_failures and open_one.state == "pending_handshake" else ""
     cause = f"Not ended when the records do: {waiting}{last}"

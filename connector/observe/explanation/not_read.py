@@ -18,9 +18,7 @@ from connector.observe.explanation.rows import Live, Said
 from connector.observe.history import (
     deciding_rank,
 )
-from connector.wire.inspection import (
-    LocalPrefillRow,
-)
+from connector.wire.inspection import EngineRow, LocalPrefillRow
 from statemachine import hold
 from statemachine.failures import LeaseExpired
 
@@ -153,7 +151,7 @@ TRACE_LACKS = (
 def explain_nothing(text: str, live: Live, looked_at: Sequence[str], *, is_trace: bool = False) -> str:
     """When nothing matches: what that may mean. `is_trace`: traces were looked at, and no running engine."""
     where = ", ".join(looked_at) or "nothing"
-    reach = [each.row.recorded_seconds for each in live.engines if each.row.recorded_seconds is not None]
+    reach = [each.row.recorded_seconds for each in live.of(EngineRow) if each.row.recorded_seconds is not None]
     back = f" Their records reach back {how_long(min(reach))}." if reach else ""
     silent = "".join(f" {each.address} could not be asked: {each.problem}." for each in live.silent)
     leaves = f" {_say_who_leaves(live.leaving)}; these are not recorded." if live.leaving else ""

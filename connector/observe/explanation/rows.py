@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from connector.wire.inspection import (
     AnyRow,
     EngineFacts,
     EngineRow,
-    HoldRow,
-    LeaseRow,
-    LocalPrefillRow,
     PeerRow,
     QuarantineRow,
     RecordRow,
-    RequestRow,
+    Row,
 )
 from statemachine.failures import AddressNotResolved, NotAllowed
 from statemachine.trace import TransitionRecord
 
-R = TypeVar("R")
+R = TypeVar("R", bound=AnyRow)
 
 
 class Said(NamedTuple, Generic[R]):
@@ -52,35 +49,34 @@ class Silent:
 class Live:
     """What running engines say. Without any, everything is empty."""
 
-    engines: tuple[Said[EngineRow], ...] = ()
-    peers: tuple[Said[PeerRow], ...] = ()
-    requests: tuple[Said[RequestRow], ...] = ()
-    holds: tuple[Said[HoldRow], ...] = ()
-    leases: tuple[Said[LeaseRow], ...] = ()
-    quarantines: tuple[Said[QuarantineRow], ...] = ()
-    local_prefills: tuple[Said[LocalPrefillRow], ...] = ()
+    rows: Mapping[type[Row], Sequence[Said[Any]]] = field(default_factory=dict)
+    """By their type (`by_type`)."""
     silent: tuple[Silent, ...] = ()
     shifts: Mapping[tuple[str, int], float] = field(default_factory=dict)
     """Of traces: by how many seconds the clock of an engine's rank was moved, so that all agree."""
     leaving: tuple[str, ...] = ()
     """Engines that drain, or have drained: since then they answer prefills without parameters, and record nothing."""
 
+    def of(self, kind: type[R]) -> Sequence[Said[R]]:
+        """All of one kind."""
+        return self.rows.get(kind, ())
+
     def facts(self, engine_id: str | None) -> EngineFacts | None:
-        return next((each.row.facts for each in self.engines if each.engine_id == engine_id), None)
+        return next((each.row.facts for each in self.of(EngineRow) if each.engine_id == engine_id), None)
 
     def peer_of(self, decode_id: str | None, rank: int | None, peer_id: str | None) -> PeerRow | None:
         """The connection of this rank, for each has its own. Of two, where requests describe the engine by unlike
         sizes, the one that requests wait for or that has failed."""
         rows = [
             each.row
-            for each in self.peers
+            for each in self.of(PeerRow)
             if (each.engine_id, each.rank, each.row.engine_id) == (decode_id, rank, peer_id)
         ]
         return max(rows, key=lambda row: (row.requests > 0, row.failure is not None), default=None)
 
     def quarantined_from(self, decode_id: str) -> str:
         """The engines because of which blocks of this one are in quarantine now, in words; empty: there are none."""
-        return ", ".join(sorted({each.row.peer for each in self.quarantines if each.engine_id == decode_id}))
+        return ", ".join(sorted({each.row.peer for each in self.of(QuarantineRow) if each.engine_id == decode_id}))
 
     def silence_of(self, engine_id: str | None, address: str | None) -> Silent | None:
         """Why nothing is known of this engine now."""
@@ -94,28 +90,20 @@ class Live:
         )
 
 
+def by_type(rows: Iterable[tuple[str, int, AnyRow]]) -> dict[type[Row], list[Said[Any]]]:
+    """`Live.rows` of rows as they came from workers: engine id, rank, row."""
+    found: dict[type[Row], list[Said[Any]]] = {}
+    for engine_id, rank, row in rows:
+        found.setdefault(type(row), []).append(Said(engine_id, rank, row))
+    return found
+
+
 def live_of(
     rows: Iterable[tuple[str, int, AnyRow]], silent: Sequence[Silent] = (), leaving: Iterable[str] = ()
 ) -> tuple[list[TransitionRecord], Live]:
     """Rows as they came from workers (engine id, rank, row): their records, and the rest."""
-    kinds: dict[type[AnyRow], list[Said[AnyRow]]] = {}
-    for engine_id, rank, row in rows:
-        kinds.setdefault(type(row), []).append(Said(engine_id, rank, row))
-
-    def of(kind: type[R]) -> tuple[Said[R], ...]:
-        return tuple(kinds.get(kind, ()))  # type: ignore[arg-type]
-
+    live = Live(rows=by_type(rows), silent=tuple(silent), leaving=tuple(leaving))
     # The newest came first; of those of one moment too.
-    recorded = [each.row.record for each in reversed(of(RecordRow))]
+    recorded = [each.row.record for each in reversed(live.of(RecordRow))]
     recorded.sort(key=lambda record: (record.engine_id, record.rank, record.mono_ns))
-    return recorded, Live(
-        engines=of(EngineRow),
-        peers=of(PeerRow),
-        requests=of(RequestRow),
-        holds=of(HoldRow),
-        leases=of(LeaseRow),
-        quarantines=of(QuarantineRow),
-        local_prefills=of(LocalPrefillRow),
-        silent=tuple(silent),
-        leaving=tuple(leaving),
-    )
+    return recorded, live

@@ -19,11 +19,7 @@ from connector.observe.explanation.answer import (
 )
 from connector.observe.explanation.cases import Case, key_on_d
 from connector.observe.explanation.rows import Live, Said, Silent
-from connector.wire.inspection import (
-    PeerRow,
-    RequestRow,
-    quarantined_blocks,
-)
+from connector.wire.inspection import HoldRow, PeerRow, QuarantineRow, RequestRow, quarantined_blocks
 from statemachine import hold, remote_engine
 from statemachine.failures import LeaseOver, PeerLeaving
 
@@ -160,7 +156,7 @@ def _why_queued(said: Said[RequestRow], live: Live, cause: str) -> _Queued:
             "when vLLM schedules it, its READs begin; it fails (LeaseOver) if they have not ended when D takes the "
             "lease of a built-in engine to be over: kv_lease_duration of D after it has heard of the request"
         )
-    kept = quarantined_blocks(each.row for each in live.quarantines if each.engine_id == said.engine_id)
+    kept = quarantined_blocks(each.row for each in live.of(QuarantineRow) if each.engine_id == said.engine_id)
     if not kept or (facts is not None and kept < QUARANTINED_SHARE_MIN * facts.blocks):
         advice = "nothing yet; if it takes long, see how many requests run on D and how full its KV cache is"
         return _Queued(cause=cause, kind=None, advice=advice, next=follows)
@@ -179,7 +175,7 @@ def _gone(said: Said[RequestRow], live: Live) -> str | None:
     return next(
         (
             each.row.why or ""
-            for each in live.holds
+            for each in live.of(HoldRow)
             if each.row.state == hold.State.GONE.value and (each.engine_id, each.rank, key_on_d(each.row)) == wanted
         ),
         None,
