@@ -143,12 +143,12 @@ def _unanswered(found: Survey) -> Iterator[Finding]:
         for row in engine.of(EngineRow):
             if row.stopped is not None:
                 yield _serves_no_more(engine, f"{_name(engine)} rank {row.rank}", row.stopped)
-            if row.nixl_lag_seconds:
+            if row.counts.nixl_lag_seconds:
                 yield Finding(
                     level="problem",
                     check="answers",
                     engines=(_name(engine),),
-                    what=f"{_name(engine)} rank {row.rank}: {NIXL_HANGS % row.nixl_lag_seconds}",
+                    what=f"{_name(engine)} rank {row.rank}: {NIXL_HANGS % row.counts.nixl_lag_seconds}",
                     advice=NIXL_HANGS_ADVICE,
                 )
 
@@ -654,7 +654,7 @@ def _blocks(engines: Sequence[EngineReport]) -> Iterator[Finding]:
 
 def _local_prefills(engines: Sequence[EngineReport], leaving: Sequence[str]) -> Iterator[Finding]:
     for engine in engines:
-        ranks = [(row.counts.get("local prefills", 0), rank) for rank in engine.ranks for row in rank.of(EngineRow)]
+        ranks = [(row.counts.local_prefills, rank) for rank in engine.ranks for row in rank.of(EngineRow)]
         # Every worker is told of all of them.
         count, rank = max(ranks, key=lambda each: each[0])
         if not count:
@@ -743,7 +743,7 @@ def _releases(found: Survey, looked_for: Collection[str]) -> Iterator[Finding]:
                 f"({min(unknown)}): {why}",
                 "name every decode engine that may read them (--engine), or see their traces",
             )
-        late = sum(row.counts.get("late releases", 0) for row in engine.of(EngineRow))
+        late = sum(row.counts.late_releases for row in engine.of(EngineRow))
         if late:
             what = f"{late} release(s) of blocks that were not lent (any more)"
             yield _about(engine, "one-sided releases", "warning", what, WHAT_TO_DO["ConsumerUnknown"])

@@ -35,9 +35,9 @@ from connector.wire import inspection
 from connector.wire.inspection import (
     DETAIL_LENGTH_MAX,
     LIST_LENGTH_MAX,
-    NIXL_LAG_SECONDS,
     AnswerBuilder,
     AnyRow,
+    EngineCounts,
     EngineFacts,
     Inspect,
     optional_text,
@@ -254,6 +254,7 @@ class Inspector:
     async def _engine_row(self) -> AnyRow:
         layout, recorder = self._context.local.layout, self._context.recorder
         oldest_ns = recorder.flight.oldest_ns()
+        counts, peers, leases = await self._counts()
         return inspection.EngineRow(
             engine_id=text(layout.engine_id),
             rank=recorder.rank,
@@ -264,41 +265,52 @@ class Inspector:
             recorded_seconds=self._passed(oldest_ns) if oldest_ns is not None else None,
             stopped=optional_text(self._stopped()),
             facts=self._facts,
-            counts=await self._counts(),
+            counts=counts,
+            peers_by_state=peers,
+            leases_by_state=leases,
         )
 
-    async def _counts(self) -> dict[str, int]:
-        counts: Counter[str] = Counter()
+    async def _counts(self) -> tuple[EngineCounts, Counter[str], Counter[str]]:
+        """All, then peers and leases by their states."""
+        peers, leases = Counter[str](), Counter[str]()
+        requests = claims = quarantined_requests = quarantined_blocks = lent_blocks = 0
         for actor in list(self._peers.values()):
             view = actor.core.view()
-            counts["peers"] += 1
-            counts[f"peers {view.peer.state.value}"] += 1
-            counts["requests"] += view.requests
-            counts["claims"] += view.claims
-            counts["quarantined requests"] += view.quarantined
-            counts["quarantined blocks"] += actor.quarantined_blocks()
+            peers[view.peer.state.value] += 1
+            requests += view.requests
+            claims += view.claims
+            quarantined_requests += view.quarantined
+            quarantined_blocks += actor.quarantined_blocks()
             await trio.lowlevel.checkpoint()
-        leases = self._lease_keeper.leases()
-        self._looked_at += len(leases)
-        for first in range(0, len(leases), LOOKED_AT_PER_SLICE):
-            for each in leases[first : first + LOOKED_AT_PER_SLICE]:
-                counts[f"leases {each.state.value}"] += 1
-                counts["lent blocks"] += each.blocks
+        lent = self._lease_keeper.leases()
+        self._looked_at += len(lent)
+        for first in range(0, len(lent), LOOKED_AT_PER_SLICE):
+            for each in lent[first : first + LOOKED_AT_PER_SLICE]:
+                leases[each.state.value] += 1
+                lent_blocks += each.blocks
             await trio.lowlevel.checkpoint()
-        counts["leases"] = len(leases)
         reads = self._context.reads
         held = reads.port.counts()
-        counts["commands that wait for the device"] = len(self._held)
-        counts["reads in flight"] = reads.in_flight
-        counts["read handles"] = held.reads
-        counts[NIXL_LAG_SECONDS] = int(held.lag_seconds)
-        counts["remote agents"] = held.remote_agents
-        counts["local descriptor lists"] = reads.local_lists
-        counts["remote descriptor lists"] = held.descriptor_lists - reads.local_lists
-        counts["local prefills"] = self._local_prefills_count
-        counts["late releases"] = self._lease_keeper.late_releases
-        counts["notifications dropped"] = self._lease_keeper.notifications_dropped
-        return dict(counts)
+        counts = EngineCounts(
+            peers=peers.total(),
+            requests=requests,
+            claims=claims,
+            quarantined_requests=quarantined_requests,
+            quarantined_blocks=quarantined_blocks,
+            leases=len(lent),
+            lent_blocks=lent_blocks,
+            commands_that_wait_for_the_device=len(self._held),
+            reads_in_flight=reads.in_flight,
+            read_handles=held.reads,
+            nixl_lag_seconds=int(held.lag_seconds),
+            remote_agents=held.remote_agents,
+            local_descriptor_lists=reads.local_lists,
+            remote_descriptor_lists=held.descriptor_lists - reads.local_lists,
+            local_prefills=self._local_prefills_count,
+            late_releases=self._lease_keeper.late_releases,
+            notifications_dropped=self._lease_keeper.notifications_dropped,
+        )
+        return counts, peers, leases
 
     def _peer_row(self, key: PeerKey, entered: Entered) -> AnyRow | None:
         actor, member = self._peers.get(key), self._roster.view(key)

@@ -119,15 +119,43 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     packs: bool = False
 
 
-NIXL_LAG_SECONDS = "NIXL lag seconds"
-"""Of `EngineRow.counts`: for how long NIXL has not come back from a call, if that is long."""
+class EngineCounts(
+    msgspec.Struct, frozen=True, kw_only=True, rename=lambda name: name.replace("_", " ").replace("nixl", "NIXL")
+):
+    """How many of what lives now in a worker, what it holds of NIXL's included, and what was counted since its start.
+    0 also where an engine of another version does not count it. On the wire, and in `ps --json`, names are words.
+
+    Attributes:
+        nixl_lag_seconds: for how long NIXL has not come back from a call; 0 unless that is long.
+        local_prefills, late_releases, notifications_dropped: since the start.
+    """
+
+    peers: int = 0
+    requests: int = 0
+    claims: int = 0
+    quarantined_requests: int = 0
+    quarantined_blocks: int = 0
+    leases: int = 0
+    lent_blocks: int = 0
+    commands_that_wait_for_the_device: int = 0
+    reads_in_flight: int = 0
+    read_handles: int = 0
+    nixl_lag_seconds: int = 0
+    remote_agents: int = 0
+    local_descriptor_lists: int = 0
+    remote_descriptor_lists: int = 0
+    local_prefills: int = 0
+    late_releases: int = 0
+    notifications_dropped: int = 0
 
 
 class EngineRow(Row, frozen=True, kw_only=True):
-    """This worker. `counts`: how many of what lives now, what it holds of NIXL's included, and what was counted since
-    the start. Names come and go with versions: who looks for one takes 0 for one that is missing.
+    """This worker.
 
-    `recorded_seconds`: how far back every step is kept; None: nothing has happened yet.
+    Attributes:
+        recorded_seconds: how far back every step is kept; None: nothing has happened yet.
+        peers_by_state, leases_by_state: how many there are, by their states. Not in `counts`, which a tool of version
+            0.1 takes for a map of numbers.
     """
 
     what: ClassVar[What] = "engine"
@@ -141,12 +169,9 @@ class EngineRow(Row, frozen=True, kw_only=True):
     recorded_seconds: float | None
     stopped: str | None
     facts: EngineFacts
-    counts: dict[str, int]
-
-    @property
-    def nixl_lag_seconds(self) -> int:
-        """For how long NIXL has not come back from a call; 0 unless that is long."""
-        return self.counts.get(NIXL_LAG_SECONDS, 0)
+    counts: EngineCounts
+    peers_by_state: dict[str, int] = {}
+    leases_by_state: dict[str, int] = {}
 
 
 class PeerRow(Row, frozen=True, kw_only=True):

@@ -74,10 +74,10 @@ def test_a_request_that_was_served_is_shown_on_both_sides() -> None:
             assert (peer.engine_id, peer.state, peer.requests, peer.holds) == ("p", "ready", 0, 0)
             assert not of_d.of(RequestRow)
             assert not of_p.of(LeaseRow)
-            held = "remote agents", "remote descriptor lists", "local descriptor lists", "read handles"
+            held = "remote_agents", "remote_descriptor_lists", "local_descriptor_lists", "read_handles"
             for side, counts in ((of_d, (1, 1, 1, 0)), (of_p, (0, 0, 0, 0))):
                 (row,) = side.of(EngineRow)
-                assert tuple(row.counts[name] for name in held) == counts, side.engine_id
+                assert tuple(getattr(row.counts, name) for name in held) == counts, side.engine_id
             paths = {
                 machine: [row.record.to_state for row in reversed(side.of(RecordRow)) if row.record.machine == machine]
                 for side, machine in ((of_d, "request"), (of_d, "hold"), (of_p, "lease"))
@@ -180,7 +180,7 @@ def test_what_waits_is_shown_with_what_it_waits_for(monkeypatch: pytest.MonkeyPa
             assert set(leases) == {"lent-reads", "lent-waits"}
             (holder,) = leases["lent-reads"].holders
             assert (holder.engine_id, holder.ranks, holder.released_count) == ("d", 1, 0)
-            assert of_p.of(EngineRow)[0].counts["leases held"] == 2
+            assert of_p.of(EngineRow)[0].leases_by_state == {"held": 2}
             late.let_go()
             monkeypatch.undo()
 
@@ -198,7 +198,7 @@ def test_a_quarantine_is_shown_until_it_is_lifted(monkeypatch: pytest.MonkeyPatc
             found = await asked(d)
             (row,) = found.engines[0].of(QuarantineRow)
             assert (row.request_id, row.remote_request_id, row.peer, row.blocks) == ("a", "remote-a", "p", 3)
-            assert found.engines[0].of(EngineRow)[0].counts["quarantined blocks"] == 3
+            assert found.engines[0].of(EngineRow)[0].counts.quarantined_blocks == 3
             late.let_go()
 
             async def is_lifted() -> bool:
@@ -373,7 +373,7 @@ def test_requests_without_parameters_are_counted_and_the_last_ones_named() -> No
             found = await asked(d)
             (row,) = found.engines[0].of(LocalPrefillRow)
             assert (row.request_id, row.has_params, row.prompt_tokens) == ("cmpl-x-0-1", False, 7)
-            assert found.engines[0].of(EngineRow)[0].counts["local prefills"] == 3
+            assert found.engines[0].of(EngineRow)[0].counts.local_prefills == 3
 
     run(test)
 

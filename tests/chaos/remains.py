@@ -24,13 +24,13 @@ from tests.e2e.client import Client
 from tests.e2e.engines import Engine
 
 OPEN = (
-    *("requests", "claims", "quarantined requests", "quarantined blocks", "reads in flight", "read handles"),
-    *("leases", "lent blocks"),
+    *("requests", "claims", "quarantined_requests", "quarantined_blocks", "reads_in_flight", "read_handles"),
+    *("leases", "lent_blocks"),
 )
 """Counts of a worker that are 0 while nothing is open."""
-OF_A_RANK = ("remote agents", "remote descriptor lists")
+OF_A_RANK = ("remote_agents", "remote_descriptor_lists")
 """Counts of a worker of which each rank that it is connected to has one, where all engines are laid out alike."""
-OF_A_WORKER = ("local descriptor lists",)
+OF_A_WORKER = ("local_descriptor_lists",)
 """Counts of which it has one at most, where all engines are laid out alike."""
 OPEN_IN_VLLM = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 
@@ -158,15 +158,19 @@ def left_in_connector(report: EngineReport, live_peers: Collection[str]) -> list
     rows = report.of(EngineRow)
     if not rows:
         return [f"it does not answer: {report.problem or [rank.problem for rank in report.ranks]}"]
-    counts = {name: sum(row.counts.get(name, 0) for row in rows) for name in OPEN}  # what is 0 may be left out
-    left = [f"{count} {name}" for name, count in counts.items() if count]
+    counts = {name: sum(getattr(row.counts, name) for row in rows) for name in OPEN}
+    left = [f"{count} {_in_words(name)}" for name, count in counts.items() if count]
     left += [f"stopped: {row.stopped}" for row in rows if row.stopped]
     peers = report.of(PeerRow)
     allowed = dict.fromkeys(OF_A_RANK, sum(peer.ranks for peer in peers)) | dict.fromkeys(OF_A_WORKER, len(rows))
-    held = {name: sum(row.counts[name] for row in rows) for name in allowed}
-    left += [f"{count} {name}, not {allowed[name]}" for name, count in held.items() if count > allowed[name]]
+    held = {name: sum(getattr(row.counts, name) for row in rows) for name in allowed}
+    left += [f"{count} {_in_words(name)}, not {allowed[name]}" for name, count in held.items() if count > allowed[name]]
     strange = [f"{row.engine_id} ({row.state})" for row in peers if row.engine_id not in live_peers]
     return left + [f"peer {each}" for each in strange]
+
+
+def _in_words(name: str) -> str:
+    return name.replace("_", " ")
 
 
 def left_in_vllm(client: Client) -> list[str]:

@@ -15,7 +15,7 @@ import pytest
 import zmq
 
 from connector.observe.live import Address, EngineReport, RankReport
-from connector.wire.inspection import EngineFacts, EngineRow, PeerRow
+from connector.wire.inspection import EngineCounts, EngineFacts, EngineRow, PeerRow
 from statemachine.trace import TransitionRecord
 from tests.chaos.drains import COMMAND, SIGTERM, Disturbance, Drain
 from tests.chaos.load import Call, Results, Usage
@@ -374,7 +374,7 @@ def worker(counts: dict[str, int], *peers: PeerRow) -> EngineReport:
         recorded_seconds=5.0,
         stopped=None,
         facts=EngineFacts(),
-        counts=counts,
+        counts=EngineCounts(**counts),
     )
     return EngineReport(address=Address("10.0.0.1", 5600), ranks=(RankReport(rank=(0, 0), rows=(row, *peers)),))
 
@@ -383,16 +383,16 @@ def worker(counts: dict[str, int], *peers: PeerRow) -> EngineReport:
     ("counts", "said"),
     [
         ({}, []),
-        ({"leases": 1, "read handles": 2}, ["2 read handles", "1 leases"]),
-        ({"remote agents": 3}, ["3 remote agents, not 2"]),
-        ({"remote descriptor lists": 4}, ["4 remote descriptor lists, not 2"]),
-        ({"local descriptor lists": 2}, ["2 local descriptor lists, not 1"]),
+        ({"leases": 1, "read_handles": 2}, ["2 read handles", "1 leases"]),
+        ({"remote_agents": 3}, ["3 remote agents, not 2"]),
+        ({"remote_descriptor_lists": 4}, ["4 remote descriptor lists, not 2"]),
+        ({"local_descriptor_lists": 2}, ["2 local descriptor lists, not 1"]),
     ],
     ids=str,
 )
 def test_what_a_worker_must_not_hold_at_rest(counts: dict[str, int], said: list[str]) -> None:
     """It is connected to two ranks, of engines that live."""
-    at_rest = {"remote agents": 2, "remote descriptor lists": 2, "local descriptor lists": 1, "local prefills": 9}
+    at_rest = {"remote_agents": 2, "remote_descriptor_lists": 2, "local_descriptor_lists": 1, "local_prefills": 9}
     peers = [peer(name) for name in ("p0", "p1")]
     assert left_in_connector(worker(at_rest | counts, *peers), {"p0", "p1"}) == said
     assert left_in_connector(worker(at_rest | counts, *peers), {"p0"}) == [*said, "peer p1 (ready)"]

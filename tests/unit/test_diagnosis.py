@@ -17,7 +17,7 @@ from connector.observe.ucx_devices import Opened, Transport
 from connector.wire.handshake import Advertisement
 from connector.wire.identity import KvIdentity, LayerIdentity
 from connector.wire.inspection import (
-    NIXL_LAG_SECONDS,
+    EngineCounts,
     EngineFacts,
     EngineRow,
     LocalPrefillRow,
@@ -45,7 +45,7 @@ FACTS = EngineFacts(
 )
 
 
-def engine(name: str, *rows: Any, hash_: str = "h", counts: dict[str, int] | None = None, **facts: Any) -> EngineReport:
+def engine(name: str, *rows: Any, hash_: str = "h", counts: EngineCounts | None = None, **facts: Any) -> EngineReport:
     port = 5600 + len(name)
     known = msgspec.structs.replace(FACTS, **({"side_channel": f"10.0.0.1:{port}", "process_id": port} | facts))
     row = EngineRow(
@@ -58,7 +58,7 @@ def engine(name: str, *rows: Any, hash_: str = "h", counts: dict[str, int] | Non
         recorded_seconds=5.0,
         stopped=None,
         facts=known,
-        counts=counts or {},
+        counts=counts or EngineCounts(),
     )
     said = Advertisement(compatibility_hash=hash_, metadata=None, actor=extension(), error=None)
     rank = RankReport(
@@ -391,7 +391,9 @@ def test_quarantined_blocks() -> None:
     ],
 )
 def test_silent_local_prefill(role: str, level: str, word: str) -> None:
-    (finding,) = found(engine("d", *lost(1), role=role, counts={"local prefills": 7}), check="silent local prefill")
+    (finding,) = found(
+        engine("d", *lost(1), role=role, counts=EngineCounts(local_prefills=7)), check="silent local prefill"
+    )
     assert finding.level == level
     for each in (word, "7 request(s)", "in the last 5 s 1 of 1 requests (100%)", "the last one was cmpl-x, 1 s ago"):
         assert each in finding.what
@@ -405,7 +407,7 @@ def test_a_prefill_engine_that_drains_is_named_where_parameters_are_missing(role
     draining = msgspec.structs.replace(extension(), draining="drained")
     said = Advertisement(compatibility_hash="h", metadata=None, actor=draining, error=None)
     drained = replace(engine("p", role=role), ranks=(replace(rank, advertisement=said),))
-    decode = engine("d", *lost(1), role="kv_consumer", counts={"local prefills": 1})
+    decode = engine("d", *lost(1), role="kv_consumer", counts=EngineCounts(local_prefills=1))
     (finding,) = found(decode, drained, check="silent local prefill")
     assert ("p drains, and answers without them" in finding.what) is (role != "kv_consumer")
 
@@ -437,7 +439,7 @@ def test_lost_parameters_are_a_problem_where_they_are_many_or_a_large_share_of_l
     created = [
         msgspec.structs.replace(each, record=msgspec.structs.replace(each.record, from_state=None)) for each in made
     ]
-    report = engine("d", *rows, *created, role=role, counts={"local prefills": len(rows)})
+    report = engine("d", *rows, *created, role=role, counts=EngineCounts(local_prefills=len(rows)))
     row, *rest = report.ranks[0].rows
     assert isinstance(row, EngineRow)
     known = msgspec.structs.replace(row, uptime_seconds=5000.0)
@@ -452,7 +454,7 @@ def test_the_share_of_lost_parameters_is_that_of_the_time_that_the_records_reach
     rank = report.ranks[0]
     row, *rest = rank.rows
     assert isinstance(row, EngineRow)
-    known = msgspec.structs.replace(row, counts={"local prefills": 50})
+    known = msgspec.structs.replace(row, counts=EngineCounts(local_prefills=50))
     rank = replace(rank, rows=(known, *rest, *lost(2, age_seconds=0.5), *lost(48, age_seconds=30.0)))
     (finding,) = found(replace(report, ranks=(rank,)), check="silent local prefill")
     assert "in the last 1 s 2 of 2 requests" in finding.what
@@ -572,7 +574,9 @@ def test_without_a_decode_engine_it_is_not_known_who_has_read() -> None:
 
 
 def test_releases_of_what_is_not_lent() -> None:
-    (finding,) = found(engine("pp", role="kv_producer", counts={"late releases": 3}), check="one-sided releases")
+    (finding,) = found(
+        engine("pp", role="kv_producer", counts=EngineCounts(late_releases=3)), check="one-sided releases"
+    )
     assert "3 release(s)" in finding.what
 
 
@@ -583,11 +587,11 @@ def test_problems_come_first() -> None:
 
 def test_a_call_of_nixl_that_does_not_return_is_a_problem_of_that_rank() -> None:
     """The failures that follow name prefill engines."""
-    (finding,) = found(engine("d", counts={NIXL_LAG_SECONDS: 40}), check="answers")
+    (finding,) = found(engine("d", counts=EngineCounts(nixl_lag_seconds=40)), check="answers")
     assert finding.level == "problem"
     assert finding.what.startswith("d rank 0: NIXL has not returned from a call for 40 s")
     assert "py-spy dump" in finding.advice
-    assert found(engine("d", counts={NIXL_LAG_SECONDS: 0}), check="answers") == []
+    assert found(engine("d", counts=EngineCounts(nixl_lag_seconds=0)), check="answers") == []
 
 
 def two_ranks(here: dict[str, Any], there: dict[str, Any]) -> EngineReport:

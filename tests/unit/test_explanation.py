@@ -15,7 +15,7 @@ from connector.observe.explanation.rows import by_type
 from connector.observe.explanation.waiting import WAITING
 from connector.runtime.inspector import QUEUED
 from connector.wire.inspection import (
-    NIXL_LAG_SECONDS,
+    EngineCounts,
     EngineFacts,
     EngineRow,
     HolderRow,
@@ -132,7 +132,7 @@ def engine_row(engine_id: str, **facts: Any) -> Said[EngineRow]:
         recorded_seconds=40.0,
         stopped=None,
         facts=EngineFacts(**facts),
-        counts={},
+        counts=EngineCounts(),
     )
     return Said(engine_id, 0, found)
 
@@ -316,7 +316,7 @@ def test_a_call_of_nixl_that_does_not_return_stands_first_beside_what_the_reques
     engine_id: str, is_said: bool
 ) -> None:
     name, rank, found = engine_row(engine_id)
-    hangs = Said(name, rank, msgspec.structs.replace(found, counts={NIXL_LAG_SECONDS: 40}))
+    hangs = Said(name, rank, msgspec.structs.replace(found, counts=EngineCounts(nixl_lag_seconds=40)))
     answer = the_answer([], said_by(hangs, row("reading"), peer_row("ready")))
     said = [fact for fact in answer.facts if "NIXL has not returned from a call for 40 s" in fact]
     assert said == ([answer.facts[0]] if is_said else [])

@@ -21,6 +21,9 @@ from connector.wire.inspection import (
     TEXT_LENGTH_MAX,
     WHATS,
     AnswerBuilder,
+    EngineCounts,
+    EngineFacts,
+    EngineRow,
     HolderRow,
     Inspect,
     Inspected,
@@ -139,6 +142,55 @@ def test_a_field_that_a_tool_does_not_know_is_ignored() -> None:
     row = msgspec.to_builtins(local_prefill(1)) | {"added_later": [1, 2]}
     message = {"type": "inspected", "number": 1, "what": "leases", "wall": 0.0, "total": 1, "next": None, "rows": [row]}
     assert decode_inspected([msgspec.msgpack.encode(message)]).rows == (local_prefill(1),)
+
+
+def engine_row(counts: EngineCounts) -> EngineRow:
+    return EngineRow(
+        engine_id="e",
+        rank=0,
+        tp_rank=0,
+        pp_rank=0,
+        tp_size=1,
+        uptime_seconds=1.5,
+        recorded_seconds=None,
+        stopped=None,
+        facts=EngineFacts(),
+        counts=counts,
+        peers_by_state={"ready": 2},
+        leases_by_state={"held": 3},
+    )
+
+
+def test_counts_of_an_engine_of_version_0_1_are_read_and_what_it_does_not_count_is_none() -> None:
+    """It left out what was 0 in part, and counted by states beside."""
+    row = msgspec.to_builtins(engine_row(EngineCounts()))
+    del row["peers_by_state"], row["leases_by_state"]
+    row["counts"] = {"leases": 3, "leases held": 3, "lent blocks": 12, "NIXL lag seconds": 40, "added later": 1}
+    message = {"type": "inspected", "number": 1, "what": "engine", "wall": 0.0, "total": 1, "next": None, "rows": [row]}
+    (found,) = decode_inspected([msgspec.msgpack.encode(message)]).rows
+    assert isinstance(found, EngineRow)
+    assert found.counts == EngineCounts(leases=3, lent_blocks=12, nixl_lag_seconds=40)
+    assert found.peers_by_state == found.leases_by_state == {}
+
+
+def test_a_tool_of_version_0_1_finds_the_counts_of_an_engine_under_their_words() -> None:
+    """It takes all of them for numbers."""
+
+    class OlderRow(msgspec.Struct, tag="EngineRow"):
+        counts: dict[str, int]
+
+    row = engine_row(EngineCounts(quarantined_blocks=5, late_releases=7, nixl_lag_seconds=40, local_prefills=9))
+    assert answer([row]).rows == (row,)
+    found = msgspec.convert(msgspec.to_builtins(row), OlderRow).counts
+    assert found == msgspec.msgpack.decode(msgspec.msgpack.encode(row), type=OlderRow).counts
+    words = (
+        *("peers", "requests", "claims", "quarantined requests", "quarantined blocks", "leases", "lent blocks"),
+        *("commands that wait for the device", "reads in flight", "read handles", "NIXL lag seconds", "remote agents"),
+        *("local descriptor lists", "remote descriptor lists", "local prefills", "late releases"),
+        "notifications dropped",
+    )
+    said = {"quarantined blocks": 5, "late releases": 7, "NIXL lag seconds": 40, "local prefills": 9}
+    assert found == dict.fromkeys(words, 0) | said
 
 
 def test_texts_are_cut_and_fit_for_a_terminal() -> None:

@@ -412,18 +412,13 @@ def _tables(found: Survey) -> list[Any]:
                 row.facts.role,
                 _age(row.uptime_seconds),
                 rank.draining,
-                *(
-                    row.counts.get(name, 0)
-                    for name in (
-                        "peers",
-                        "requests",
-                        "leases",
-                        "lent blocks",
-                        "reads in flight",
-                        "quarantined blocks",
-                        "local prefills",
-                    )
-                ),
+                row.counts.peers,
+                row.counts.requests,
+                row.counts.leases,
+                row.counts.lent_blocks,
+                row.counts.reads_in_flight,
+                row.counts.quarantined_blocks,
+                row.counts.local_prefills,
                 row.stopped or rank.problem or _lag(row) or engine.refusal,
             )
             for engine in found.engines
@@ -524,7 +519,7 @@ def _tables(found: Survey) -> list[Any]:
 def _lag(row: EngineRow) -> str | None:
     from connector.observe.advice import NIXL_HANGS
 
-    return (NIXL_HANGS % row.nixl_lag_seconds).partition(":")[0] if row.nixl_lag_seconds else None
+    return (NIXL_HANGS % row.counts.nixl_lag_seconds).partition(":")[0] if row.counts.nixl_lag_seconds else None
 
 
 def _shown(value: object) -> str:

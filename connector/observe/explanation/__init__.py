@@ -54,8 +54,8 @@ def explain(case: Case, live: Live) -> Explanation:
 def _hanging(answer: Explanation, live: Live) -> Iterator[str]:
     """Ranks of both engines of a request in which NIXL hangs, which looks like a mistake of another engine."""
     for engine_id, rank, row in live.of(EngineRow):
-        if engine_id in (answer.engine_id, answer.peer) and row.nixl_lag_seconds:
-            yield f"{engine_id} rank {rank}: {NIXL_HANGS % row.nixl_lag_seconds}"
+        if engine_id in (answer.engine_id, answer.peer) and row.counts.nixl_lag_seconds:
+            yield f"{engine_id} rank {rank}: {NIXL_HANGS % row.counts.nixl_lag_seconds}"
 
 
 def _explain(case: Case, live: Live) -> Explanation:
