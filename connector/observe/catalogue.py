@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from connector.observe.traced import MACHINES
+from connector.observe.traced import MACHINES, QUEUED
 from statemachine import hold, lease, lending, peer, remote_engine, request
 from statemachine.failures import ConnectionCutOff, ConsumerUnknown, Failure, MessageMalformed, NotificationsDropped
 from statemachine.kernel import Machine
@@ -29,9 +29,6 @@ NO_REASON = "none"
 """Value of the label `reason` where nothing has failed."""
 OTHER = "other"
 """Value of a label for what has no name here."""
-
-QUEUED = "queued"
-"""State of a request that the connector knows of and vLLM has not scheduled yet; no machine exists for it."""
 
 WHY_GONE = {
     lending.RELEASED: "released",

@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Any
 from connector.clock import NS_PER_SECOND
 from connector.observe.advice import advice_of
 from connector.wire.bounded import shorten
-from statemachine import lease, peer, request
+from statemachine import lease, peer, remote_engine
 from statemachine.failures import ADVICE_FOLLOWS, AbortedByClient, Failure, LeaseExpired, PeerFailure, PeerLeaving
 from statemachine.kernel import Event
 from statemachine.trace import LogSteps
@@ -399,25 +399,22 @@ class _PeerObserver:
         self._log.write(cause, f"engine {self._describe()} {text}")
 
 
-def describe_wait(waiting: request.Request, peer_state: peer.State) -> str:
+_WAITS: dict[remote_engine.WaitsFor, str] = {
+    "peer": "for the connection to that engine, which is {peer}",
+    "checksums": "for the checksums of its blocks (verify), which that engine has not said yet",
+    "reads": "for {reads} READ(s) from that engine to end",
+    "proof": "all its bytes are here, and that engine is asked whether it still kept the blocks",
+    "quiescence": "it has failed ({failure}), and {reads} READ(s) may still write into its blocks",
+}
+
+
+def describe_wait(waiting: remote_engine.RequestView, peer_state: peer.State) -> str:
     """What a request waits for that has not ended."""
-    reads = f"{len(waiting.in_flight)} READ(s)"
-    match waiting.state:
-        case request.State.PENDING_HANDSHAKE if peer_state is peer.State.HANDSHAKING:
-            return "for the handshake with that engine"
-        case request.State.PENDING_HANDSHAKE if peer_state is peer.State.READY:
-            return "for the checksums of its blocks (verify), which that engine has not said yet"
-        case request.State.PENDING_HANDSHAKE:
-            return f"for the connection to that engine, which is {peer_state.value}"
-        case request.State.READING:
-            return f"for {reads} from that engine to end"
-        case request.State.PROVING:
-            return "all its bytes are here, and that engine is asked whether it still kept the blocks"
-        case request.State.DRAINING:
-            kind = waiting.failure.kind if waiting.failure is not None else "a failure"
-            return f"it has failed ({kind}), and {reads} may still write into its blocks"
-        case _:
-            return f"it is {waiting.state.value}"
+    if waiting.waits_for == "peer" and peer_state is peer.State.HANDSHAKING:
+        return "for the handshake with that engine"
+    value = waiting.value
+    failure = value.failure.kind if value.failure is not None else "a failure"
+    return _WAITS[waiting.waits_for].format(peer=peer_state.value, reads=len(value.in_flight), failure=failure)
 
 
 def log_crash(actor_name: str, error: BaseException) -> None:

@@ -20,6 +20,7 @@ from connector.clock import NS_PER_SECOND
 from connector.observe.history import History, Story
 from connector.observe.spans import exported_ns
 from connector.observe.timeline.clocks import Clock
+from connector.observe.traced import QUEUED
 from statemachine import hold, lease, peer, request
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class _Export:
     def _draw(self, history: History, track: int, begin_ns: int) -> None:
         entered = [(visit, self._at(history, visit.entered_ns)) for visit in history.visits]
         if begin_ns < entered[0][1]:
-            self._begin(track, begin_ns, "queued", history, [], notes={})
+            self._begin(track, begin_ns, QUEUED, history, [], notes={})
             self._end(track, entered[0][1])
         for number, (visit, at_ns) in enumerate(entered):
             is_flow = (history.machine, visit.state) in _FLOW_STATES

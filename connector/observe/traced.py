@@ -1,4 +1,5 @@
-"""What is traced: the machines whose steps become transition records, and the name of the step that makes an instance.
+"""What is traced: the machines whose steps become transition records, the name of the step that makes an instance, and
+that of the state before it.
 
 Only values: whatever makes, reads or counts records takes them from here.
 """
@@ -25,6 +26,9 @@ TERMINAL: dict[str, frozenset[str]] = {
     machine.name: frozenset(state.value for state in machine.terminal) for machine in MACHINES
 }
 """States that end an instance, by the name of its machine."""
+
+QUEUED = "queued"
+"""State of a request that the connector knows of and vLLM has not scheduled yet; no machine exists for it."""
 
 CREATED = "Created"
 """The event of a record that makes an instance. No machine has an event of this name."""

@@ -25,6 +25,7 @@ import trio
 
 from connector.clock import NS_PER_SECOND
 from connector.observe.flight_recorder import Step, is_about
+from connector.observe.traced import QUEUED
 from connector.ports.side_channel import Listener, ReplyAddress
 from connector.protocol import LoadFailed, LocalPrefill, LocalPrefillsSeen
 from connector.runtime.context import ActorContext
@@ -61,20 +62,11 @@ FAILED_LOADS_KEPT = 1024
 
 _AFTER = Step._fields.index("after")
 
-QUEUED = "queued"
-"""State of a request that was announced, and that vLLM has not scheduled."""
 UNMET = "unmet"
 """State of a hold on an engine that has not been connected since it was wanted."""
 
 Entered: TypeAlias = dict[tuple[str | None, int], dict[Hashable, int]]
 """By engine id of the other side and its rank, and by name: when an instance came into its state, in nanoseconds."""
-
-_WAITS_FOR = {
-    request.State.PENDING_HANDSHAKE: "peer",
-    request.State.READING: "reads",
-    request.State.PROVING: "proof",
-    request.State.DRAINING: "quiescence",
-}
 
 
 class _Source(NamedTuple):
@@ -355,9 +347,6 @@ class Inspector:
             return None
         value = view.value
         position = positions.get(subject) if value.state is request.State.READING else None
-        waits_for = "turn" if position is not None else _WAITS_FOR[value.state]
-        if value.state is request.State.PENDING_HANDSHAKE and actor.core.state is peer.State.READY:
-            waits_for = "checksums"  # all else that is wanted before the READs is known at once
         blocks, length_bytes, _ = actor.amounts(subject)
         return inspection.RequestRow(
             request_id=text(subject),
@@ -366,7 +355,7 @@ class Inspector:
             peer=text(value.peer),
             address=text(actor.core.address),
             state=value.state.value,
-            waits_for=waits_for,
+            waits_for=view.waits_for if position is None else "turn",
             since_seconds=self._since_request(view, entered),
             age_seconds=self._passed(view.started_ns) if view.started_ns is not None else None,
             until_seconds=self._left(view.until_ns),

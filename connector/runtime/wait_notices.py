@@ -85,4 +85,4 @@ class WaitNotices:
         if view.until_ns is not None:  # of its state; the connection may fail, and it with it, before
             left = f"; at most {(view.until_ns - now_ns) / NS_PER_SECOND:.0f} s longer"
         assert self._log is not None
-        self._log.waits(self._name(command, came_ns), describe_wait(view.value, self._core.state) + left)
+        self._log.waits(self._name(command, came_ns), describe_wait(view, self._core.state) + left)

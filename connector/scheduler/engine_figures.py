@@ -16,9 +16,10 @@ from collections.abc import Iterable, Mapping
 from connector.clock import NS_PER_SECOND, Clock
 from connector.observe import catalogue
 from connector.observe.stats import EngineStats
+from connector.observe.traced import QUEUED
 from statemachine.draining import State
 
-_QUEUED = catalogue.REQUESTS.key(catalogue.QUEUED)
+_QUEUED = catalogue.REQUESTS.key(QUEUED)
 _COMPUTING, _HELD = catalogue.LEASES.key("computing"), catalogue.LEASES.key("held")
 _LENT_BLOCKS, _LENT_TOKENS = catalogue.LENT_BLOCKS.key(), catalogue.LENT_TOKENS.key()
 _QUARANTINED, _UP = catalogue.QUARANTINED_BLOCKS.key(), catalogue.UP.key()

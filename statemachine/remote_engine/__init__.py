@@ -91,7 +91,7 @@ from statemachine.remote_engine.messages import (
     TornDown,
     Unwatched,
 )
-from statemachine.remote_engine.views import ClaimView, EngineView, RequestView
+from statemachine.remote_engine.views import ClaimView, EngineView, RequestView, WaitsFor
 
 __all__ = (
     "ASSUMED_OVER",
@@ -140,4 +140,5 @@ __all__ = (
     "TearDown",
     "TornDown",
     "Unwatched",
+    "WaitsFor",
 )

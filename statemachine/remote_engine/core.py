@@ -66,7 +66,7 @@ from statemachine.remote_engine.messages import (
     TornDown,
     Unwatched,
 )
-from statemachine.remote_engine.views import ClaimView, EngineView, RequestView
+from statemachine.remote_engine.views import ClaimView, EngineView, RequestView, waits_for
 from statemachine.trace import Observer
 
 ATTEMPTS_PER_LEASE = 6
@@ -723,7 +723,12 @@ class RemoteEngine:
             entered_ns, until_ns = ends_ns - length_ns, ends_ns
         started_ns = deadline_ns - self._limits.request_ns if deadline_ns is not None else None
         return RequestView(
-            value=value, started_ns=started_ns, deadline_ns=deadline_ns, entered_ns=entered_ns, until_ns=until_ns
+            value=value,
+            waits_for=waits_for(value.state, self._peer.state),
+            started_ns=started_ns,
+            deadline_ns=deadline_ns,
+            entered_ns=entered_ns,
+            until_ns=until_ns,
         )
 
     def queued(self) -> list[tuple[str, LeaseName]]:

@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Literal, TypeAlias
+
 import msgspec
 
 from statemachine import hold, peer, request
 from statemachine.lease import LeaseName
+
+WaitsFor: TypeAlias = Literal["peer", "checksums", "reads", "proof", "quiescence"]
+"""`checksums`: P is connected, and it is not known what to read. All that takes long then is what P has to say of its
+blocks, with the option verify."""
+
+_WAITS_FOR: dict[request.State, WaitsFor] = {
+    request.State.PENDING_HANDSHAKE: "peer",
+    request.State.READING: "reads",
+    request.State.PROVING: "proof",
+    request.State.DRAINING: "quiescence",
+}
+
+
+def waits_for(state: request.State, peer_state: peer.State) -> WaitsFor:
+    """Of a request that has not ended."""
+    if state is request.State.PENDING_HANDSHAKE and peer_state is peer.State.READY:
+        return "checksums"
+    return _WAITS_FOR[state]
 
 
 class RequestView(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,6 +39,7 @@ class RequestView(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     value: request.Request
+    waits_for: WaitsFor
     started_ns: int | None
     deadline_ns: int | None
     entered_ns: int | None

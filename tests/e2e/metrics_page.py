@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from connector.observe import catalogue as c
 from connector.observe.catalogue import METRICS, Metric
-from connector.observe.traced import MACHINES
+from connector.observe.traced import MACHINES, QUEUED
 from tests.e2e.client import Client, PrefillDecode
 from tests.e2e.cluster import blocks_of, wait_for
 
@@ -158,7 +158,7 @@ def assert_states_agree(client: Client) -> dict[tuple[str, str], float]:
             if state in c.living_states(machine)
         }
         assert min(inside.values()) >= 0, inside
-        shown = {("request", state): page[c.REQUESTS, state] for (state,) in c.REQUESTS.series if state != c.QUEUED}
+        shown = {("request", state): page[c.REQUESTS, state] for (state,) in c.REQUESTS.series if state != QUEUED}
         shown |= {("peer", state): page[c.PEERS, state] for (state,) in c.PEERS.series}
         shown |= {("lease", state): page[c.LEASES, state] for (state,) in c.LEASES.series}
         agree = all(inside[key] == value for key, value in shown.items())

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import pytest
 import trio
 
+from connector.observe.traced import QUEUED
 from connector.ports.side_channel import SideChannelError
-from connector.runtime.inspector import QUEUED, UNMET
+from connector.runtime.inspector import UNMET
 from connector.wire.control import encode_request
 from connector.wire.inspection import (
     WHATS,

@@ -59,6 +59,31 @@ def test_a_draining_request_has_the_bound_of_its_drain(core: RemoteEngine) -> No
     assert (view.entered_ns, view.until_ns) == (40 * SECOND, 60 * SECOND)
 
 
+def test_a_request_says_what_it_waits_for(core: RemoteEngine) -> None:
+    """Until it is known what to read, for the peer; or for what the connected peer has to say of its blocks."""
+
+    def said(by: RemoteEngine = core) -> str:
+        view = by.view_request("on-d")
+        assert view is not None
+        return view.waits_for
+
+    def read_ended(read: int) -> remote_engine.ReadEnded:
+        return remote_engine.ReadEnded(request_id="on-d", read=read, connection=1, ended_ns=7 * SECOND)
+
+    start(core)
+    assert said() == "peer"
+    core.handle(remote_engine.Connected(connection=1, workers=("PP 0 TP 0",), is_builtin=False, life="a"), 6 * SECOND)
+    assert said() == "checksums"
+    core.handle(remote_engine.BlocksResolved(request_id="on-d", connection=1, reads=2), 6 * SECOND)
+    core.handle(read_ended(0), 7 * SECOND)
+    assert said() == "reads"
+    aborted = core.copy()
+    aborted.handle(remote_engine.AbortAsked(request_id="on-d"), 7 * SECOND)
+    assert said(aborted) == "quiescence"
+    core.handle(read_ended(1), 7 * SECOND)
+    assert said() == "proof"
+
+
 def test_an_announced_request_is_queued_until_it_is_started(core: RemoteEngine) -> None:
     core.handle(remote_engine.Announced(request_id="on-d", lease=LEASE, address="h:1", age_ns=SECOND), 3 * SECOND)
     assert core.queued() == [("on-d", LEASE)]

@@ -13,7 +13,7 @@ from connector.observe.explanation import Case, Explanation, Live, Said, Silent,
 from connector.observe.explanation.not_read import LEASE_WAITING
 from connector.observe.explanation.rows import by_type
 from connector.observe.explanation.waiting import WAITING
-from connector.runtime.inspector import QUEUED
+from connector.observe.traced import QUEUED
 from connector.wire.inspection import (
     EngineCounts,
     EngineFacts,

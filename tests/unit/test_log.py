@@ -46,6 +46,7 @@ from statemachine.failures import (
 )
 from statemachine.kernel import Event
 from statemachine.lease import LeaseName
+from statemachine.remote_engine.views import waits_for
 from tests.unit.log_lines import Lines, listening
 from tests.unit.properties import on_any_machine
 from tests.unit.test_failures import EXAMPLES
@@ -643,6 +644,18 @@ def waiting(state: request.State, **fields: Any) -> request.Request:
     )
 
 
+def view_of(value: request.Request, peer_state: peer.State) -> remote_engine.RequestView:
+    """As the core makes it."""
+    return remote_engine.RequestView(
+        value=value,
+        waits_for=waits_for(value.state, peer_state),
+        started_ns=None,
+        deadline_ns=None,
+        entered_ns=None,
+        until_ns=None,
+    )
+
+
 @pytest.mark.parametrize(
     ("of", "peer_state", "said"),
     [
@@ -655,4 +668,4 @@ def waiting(state: request.State, **fields: Any) -> request.Request:
     ],
 )
 def test_what_a_request_waits_for(of: request.Request, peer_state: peer.State, said: str) -> None:
-    assert said in describe_wait(of, peer_state)
+    assert said in describe_wait(view_of(of, peer_state), peer_state)

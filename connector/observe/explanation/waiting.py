@@ -19,12 +19,13 @@ from connector.observe.explanation.answer import (
 )
 from connector.observe.explanation.cases import Case, key_on_d
 from connector.observe.explanation.rows import Live, Said, Silent
+from connector.observe.traced import QUEUED
 from connector.wire.inspection import HoldRow, PeerRow, QuarantineRow, RequestRow, quarantined_blocks
 from statemachine import hold, remote_engine
 from statemachine.failures import LeaseOver, PeerLeaving
 
 WAITING: dict[str, tuple[str, str]] = {
-    "queued": (
+    QUEUED: (
         "it waits in the queue of vLLM's scheduler on D, which has not allocated its blocks",
         "when vLLM schedules it, its READs begin; until then D keeps the lease on P alive",
     ),
@@ -66,7 +67,7 @@ def explain_waiting(case: Case, said: Said[RequestRow], live: Live) -> Explanati
     kind, detail, facts = None, None, facts_of_peer(peer, silence)
     cause = f"{capital(waiting)}, for {how_long(row.since_seconds)}"
     advice = "nothing yet"
-    if row.state == "queued":
+    if row.state == QUEUED:
         cause, kind, advice, follows = _why_queued(said, live, cause)
         if kind is None and (kept := live.quarantined_from(said.engine_id)):
             facts.append(f"a few KV blocks of D are quarantined, because READs from {kept} have not ended")
