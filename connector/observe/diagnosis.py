@@ -64,6 +64,7 @@ UNSET = "(not set)"
 _OF_DEVICES = ("cuda", "rocm")
 """What the names of UCX's transports for device memory begin with."""
 
+_SEE_WORKER = "see whether its worker runs, and whether that port can be reached"
 _ANOTHER_WAS_MEANT = (
     "if another engine was meant, see whether its VLLM_NIXL_SIDE_CHANNEL_PORT is the same: on one host the second of "
     "two such engines cannot start"
@@ -132,13 +133,12 @@ def _unanswered(found: Survey) -> Iterator[Finding]:
             yield _serves_no_more(engine, _name(engine), engine.refusal)
         for rank in engine.ranks:
             if rank.problem is not None:
-                is_builtin = rank.advertisement is not None and rank.advertisement.actor is None
                 yield Finding(
-                    level="note" if is_builtin else "problem",
+                    level="note" if rank.is_builtin else "problem",
                     check="answers",
                     engines=(_name(engine),),
                     what=f"{_name(engine)} rank {rank.rank}: {rank.problem}",
-                    advice="" if is_builtin else "see whether its worker runs, and whether that port can be reached",
+                    advice="" if rank.is_builtin else _SEE_WORKER,
                 )
         for row in engine.of(EngineRow):
             if row.stopped is not None:

@@ -60,6 +60,7 @@ from connector.wire.inspection import (
     What,
     decode_inspected,
 )
+from statemachine import failures
 
 ENGINES_VARIABLE = "NIXL_ACTOR_ENGINES"
 PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
@@ -119,10 +120,31 @@ class RankReport:
         return next(iter(self.of(EngineRow)), None)
 
     @property
+    def is_builtin(self) -> bool:
+        """It is a worker of the built-in connector, which answers no questions."""
+        return self.advertisement is not None and self.advertisement.actor is None
+
+    @property
     def draining(self) -> str:
         """Whether its engine is to end: "draining", "drained", or nothing."""
         actor = self.advertisement.actor if self.advertisement is not None else None
         return actor.draining if actor is not None else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Silent:
+    """An engine that could not be asked, or a worker of one. `engine_id`: what it is called, as far as is known."""
+
+    address: str
+    engine_id: str | None
+    kind: str
+    problem: str
+
+    @property
+    def is_of_asker(self) -> bool:
+        """It says where who asks stands, and which keys it has. A decode engine stands elsewhere, and finds out for
+        itself whether it may speak to the engine, and knows its name."""
+        return self.kind in (failures.NotAllowed.__name__, failures.AddressNotResolved.__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +186,29 @@ class EngineReport:
     def answers(self) -> bool:
         return any(rank.engine is not None for rank in self.ranks)
 
+    @property
+    def first_problem(self) -> str | None:
+        """Why it could not be asked, or the first thing that is wrong with it."""
+        of_ranks = (rank.problem for rank in self.ranks if rank.problem is not None)
+        return self.problem or self.refusal or next(of_ranks, None)
+
+    def silence(self, names: Mapping[str, str]) -> Silent | None:
+        """Why it, or a worker of it, could not be asked; None: who answers questions has answered.
+
+        `names`: engine ids by address, for one that has not said its own.
+        """
+        problem, kind = self.problem, self.problem_kind
+        if problem is None and not self.answers:
+            problem, kind = self.refusal, failures.HandshakeRefused.__name__
+        if problem is None:
+            asked = (rank for rank in self.ranks if rank.advertisement is not None and not rank.is_builtin)
+            problem = next((rank.problem for rank in asked if rank.problem is not None), None)
+            kind = failures.ControlLinkLost.__name__
+        if problem is None:
+            return None
+        name = self.engine_id or names.get(str(self.address))
+        return Silent(address=str(self.address), engine_id=name, kind=kind or "", problem=problem)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
@@ -200,6 +245,11 @@ class Survey:
             for each in self.engines
             if each.role != "kv_consumer" and any(rank.draining for rank in each.ranks)
         ]
+
+    def silent(self) -> list[Silent]:
+        """The engines and workers that could not be asked."""
+        names = {row.address: row.engine_id for _, row in self.of(PeerRow)}
+        return [silence for each in self.engines if (silence := each.silence(names)) is not None]
 
     def other_names(self, text: str) -> list[str]:
         """The ids without `text` of the requests that a person means by it (`best_named`), each once: what a router

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from connector.observe.cli.live import silent_of
 from connector.observe.cli.main import app
 from connector.observe.explanation import Live
 from connector.observe.live import (
@@ -23,6 +23,7 @@ from connector.observe.live import (
     parse_address,
 )
 from connector.observe.trace_log import open_trace_log
+from connector.wire.handshake import Advertisement
 from connector.wire.inspection import RecordRow, RequestRow
 from statemachine.trace import TransitionRecord
 from tests.rig.network import free_port
@@ -313,7 +314,31 @@ def test_an_ipv6_address_is_said_as_it_may_be_given_again(monkeypatch: pytest.Mo
 def test_an_engine_that_is_silent_at_an_ipv6_address_is_the_peer_that_is_known_there() -> None:
     d = engine("D", peer_row("ready", address="[::1]:5600").row)
     p = EngineReport(address=Address("::1", 5600), problem="nothing listens there", problem_kind="ConnectionRefused")
-    (silent,) = silent_of(Survey([d, p]))
+    (silent,) = Survey([d, p]).silent()
     assert (silent.engine_id, silent.address) == ("P", "[::1]:5600")
     assert Live(silent=(silent,)).silence_of(None, "[::1]:5600") is silent
     assert Live(silent=(silent,)).silence_of(None, None) is None
+
+
+def test_who_has_not_answered_is_told_with_the_first_reason_that_there_is() -> None:
+    """One that serves no more and still answers has; so has one of another connector, which says nothing of itself."""
+    d = engine("D")
+    mute = replace(d.ranks[0], rows=(), problem="no answer from its worker")
+    of_builtin = Advertisement(compatibility_hash="h", metadata=None, actor=None, error=None)
+    builtin = replace(mute, advertisement=of_builtin, problem="it is built in")
+    told = [
+        (replace(d, refusal="its device is gone"), None),
+        (replace(d, ranks=(builtin,)), None),
+        (replace(d, ranks=(replace(mute, advertisement=None), *d.ranks)), None),
+        (replace(d, ranks=(*d.ranks, builtin, mute)), ("ControlLinkLost", "no answer from its worker")),
+        (replace(d, ranks=(mute,), refusal="it ends"), ("HandshakeRefused", "it ends")),
+        (replace(d, ranks=(mute,), problem="hangs", problem_kind="HandshakeTimeout"), ("HandshakeTimeout", "hangs")),
+    ]
+    for report, said in told:
+        silence = report.silence({})
+        assert (None if silence is None else (silence.kind, silence.problem)) == said
+        assert Survey([report]).silent() == ([] if silence is None else [silence])
+    assert [report.first_problem for report, _ in told] == [
+        *("its device is gone", "it is built in", "no answer from its worker"),
+        *("it is built in", "it ends", "hangs"),
+    ]

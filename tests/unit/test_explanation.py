@@ -9,10 +9,11 @@ import pytest
 
 from connector.observe.advice import NO_PARAMETERS, NOT_READ, WHAT_TO_DO, advice_of, told
 from connector.observe.course import brought_together
-from connector.observe.explanation import Case, Explanation, Live, Said, Silent, explain, explain_nothing, find
+from connector.observe.explanation import Case, Explanation, Live, Said, explain, explain_nothing, find
 from connector.observe.explanation.not_read import LEASE_WAITING
 from connector.observe.explanation.rows import by_type
 from connector.observe.explanation.waiting import WAITING
+from connector.observe.live import Silent
 from connector.observe.traced import QUEUED
 from connector.wire.inspection import (
     EngineCounts,

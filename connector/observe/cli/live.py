@@ -21,7 +21,7 @@ from connector.observe.cli.output import plain, say, say_json, time_of_day
 
 if TYPE_CHECKING:
     from connector.observe.explanation import Explanation
-    from connector.observe.live import Address, EngineReport, Survey
+    from connector.observe.live import Address, Survey
     from connector.ports.gate import Access
     from connector.wire.inspection import AnyRow, EngineRow
 
@@ -96,7 +96,7 @@ def why(
             followed_seconds=_followed_seconds(timeout),
             access=access_of(keys),
         )
-        records, live = live_of(found.rows(), silent_of(found), found.leaving())
+        records, live = live_of(found.rows(), found.silent(), found.leaving())
         looked_at = [f"{each.engine_id} at {each.address}" for each in found.engines if each.answers]
         if not looked_at:
             _fail_unasked(found, as_json=json)
@@ -259,30 +259,8 @@ def _records_about(request: str, directory: Path) -> list[Any]:
         raise typer.Exit(UNASKED) from None
 
 
-def silent_of(found: Survey) -> list[Any]:
-    """Engines and workers that did not answer, as explanations want them."""
-    from connector.observe.explanation import Silent
-    from connector.wire.inspection import PeerRow
-    from statemachine.failures import HandshakeRefused
-
-    silent = []
-    names = {row.address: row.engine_id for _, row in found.of(PeerRow)}
-    for each in found.engines:
-        problem, kind = each.problem, each.problem_kind
-        if problem is None and each.refusal is not None and not each.answers:
-            problem, kind = each.refusal, HandshakeRefused.__name__
-        for rank in each.ranks:
-            if problem is None and rank.problem is not None and rank.advertisement is not None:
-                is_ours = rank.advertisement.actor is not None
-                problem, kind = (rank.problem, "ControlLinkLost") if is_ours else (None, None)
-        if problem is not None:
-            name = each.engine_id or names.get(str(each.address))
-            silent.append(Silent(address=str(each.address), engine_id=name, kind=kind or "", problem=problem))
-    return silent
-
-
 def _fail_unasked(found: Survey, *, as_json: bool) -> None:
-    problems = [f"{each.address}: {each.problem or _first_problem(each)}" for each in found.engines]
+    problems = [f"{each.address}: {each.first_problem}" for each in found.engines]
     if as_json:
         _print_json({"matches": [], "nothing": "no engine could be asked", "problems": problems})
     else:
@@ -290,11 +268,6 @@ def _fail_unasked(found: Survey, *, as_json: bool) -> None:
         for problem in problems:
             say(f"  {problem}", err=True)
     raise typer.Exit(UNASKED)
-
-
-def _first_problem(engine: EngineReport) -> str | None:
-    """Of an engine that could be reached."""
-    return engine.refusal or next((rank.problem for rank in engine.ranks if rank.problem is not None), None)
 
 
 # --- showing ----------------------------------------------------------------------------------------------------------
@@ -426,7 +399,7 @@ def _tables(found: Survey) -> list[Any]:
             for row in rank.of(EngineRow)
         ]
         + [
-            (engine.engine_id, engine.address, *[None] * 10, engine.problem or _first_problem(engine))
+            (engine.engine_id, engine.address, *[None] * 10, engine.first_problem)
             for engine in found.engines
             if not engine.answers
         ],

@@ -31,12 +31,12 @@ from connector.observe.explanation.answer import Explanation, Happened
 from connector.observe.explanation.cases import Case, find
 from connector.observe.explanation.ended import explain_end, explain_end_of_one_rank, explain_recorded
 from connector.observe.explanation.not_read import explain_lease, explain_local_prefill, explain_nothing
-from connector.observe.explanation.rows import Live, Said, Silent, live_of
+from connector.observe.explanation.rows import Live, Said, live_of
 from connector.observe.explanation.waiting import explain_waiting
 from connector.observe.history import DONE, deciding_rank
 from connector.wire.inspection import EngineRow, RequestRow
 
-__all__ = ["Case", "Explanation", "Happened", "Live", "Said", "Silent", "explain", "explain_nothing", "find", "live_of"]
+__all__ = ["Case", "Explanation", "Happened", "Live", "Said", "explain", "explain_nothing", "find", "live_of"]
 
 
 def explain(case: Case, live: Live) -> Explanation:

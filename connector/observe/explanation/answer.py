@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 
 from connector.observe.durations import duration
 from connector.observe.explanation.cases import Case
-from connector.observe.explanation.rows import Live, Silent
+from connector.observe.explanation.rows import Live
 from connector.observe.history import (
     History,
 )
@@ -14,6 +16,9 @@ from connector.wire.inspection import (
     EngineFacts,
     PeerRow,
 )
+
+if TYPE_CHECKING:
+    from connector.observe.live import Silent
 
 HAPPENED_MAX = 40
 """Lines of what happened; of more the middle is left out."""

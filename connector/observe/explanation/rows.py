@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from connector.wire.inspection import (
     AnyRow,
@@ -15,8 +15,10 @@ from connector.wire.inspection import (
     RecordRow,
     Row,
 )
-from statemachine.failures import AddressNotResolved, NotAllowed
 from statemachine.trace import TransitionRecord
+
+if TYPE_CHECKING:
+    from connector.observe.live import Silent
 
 R = TypeVar("R", bound=AnyRow)
 
@@ -27,22 +29,6 @@ class Said(NamedTuple, Generic[R]):
     engine_id: str
     rank: int
     row: R
-
-
-@dataclass(frozen=True, kw_only=True)
-class Silent:
-    """An engine that could not be asked, or a worker of one. `engine_ids`: what it is called, as far as is known."""
-
-    address: str
-    engine_id: str | None
-    kind: str
-    problem: str
-
-    @property
-    def is_of_asker(self) -> bool:
-        """It says where who asks stands, and which keys it has. A decode engine stands elsewhere, and finds out for
-        itself whether it may speak to the engine, and knows its name."""
-        return self.kind in (NotAllowed.__name__, AddressNotResolved.__name__)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from connector.observe.advice import WHAT_TO_DO, told
 from connector.observe.explanation.answer import (
@@ -18,11 +18,14 @@ from connector.observe.explanation.answer import (
     how_long,
 )
 from connector.observe.explanation.cases import Case, key_on_d
-from connector.observe.explanation.rows import Live, Said, Silent
+from connector.observe.explanation.rows import Live, Said
 from connector.observe.traced import QUEUED
 from connector.wire.inspection import HoldRow, PeerRow, QuarantineRow, RequestRow, quarantined_blocks
 from statemachine import hold, remote_engine
 from statemachine.failures import LeaseOver, PeerLeaving
+
+if TYPE_CHECKING:
+    from connector.observe.live import Silent
 
 WAITING: dict[str, tuple[str, str]] = {
     QUEUED: (
