@@ -21,6 +21,7 @@ spans            requests as OpenTelemetry spans
 otlp             those spans by way of OpenTelemetry
 perfetto         requests as a file for Perfetto
 timeline         requests as a page
+asking           the side channel of an engine, as tools ask it, and why there is no answer
 live             what running engines say of themselves, asked over their sockets
 explanation      why a request is where it is: from histories and live rows to words
 diagnosis        what is wrong with a set of engines, or will be

@@ -11,15 +11,15 @@ engines have, as that of a headless Service in Kubernetes: each question could g
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 
 import trio
 
 from connector.addresses import join_address
-from connector.observe.live import Address, engines_behind
+from connector.observe.asking import Address, NotAsked, advertisement, ask, engines_behind
 from connector.ports.gate import ANYBODY, Access
-from connector.ports.side_channel import ConnectionRefused, NameNotResolved, SideChannel, SideChannelError
+from connector.ports.side_channel import SideChannel, SideChannelError
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.wire import control
 from connector.wire.administration import (
@@ -31,7 +31,7 @@ from connector.wire.administration import (
     encode_drain,
 )
 from connector.wire.bounded import DecodeFailed
-from connector.wire.handshake import ActorExtension, decode_advertisement, encode_request
+from connector.wire.handshake import ActorExtension
 
 ASK_SECONDS = 5.0
 """For one answer, or less where the caller waits less in all."""
@@ -117,12 +117,9 @@ async def require_administration(
     side_channel: SideChannel, address: Address, seconds: float = ASK_SECONDS
 ) -> ActorExtension:
     """What the first rank of an engine says of it. Raises AdministrationError unless it understands these messages."""
-    await _require_one_engine(address, seconds)
-    frames_untrusted = await _exchange(side_channel, address, encode_request(0, 0), seconds)
-    try:
-        said = decode_advertisement(frames_untrusted)
-    except DecodeFailed as error:
-        raise AdministrationError(f"what listens at {address} is not a NIXL connector: {error.detail}") from error
+    with _as_administration_error():
+        await _require_one_engine(address, seconds)
+        said = await advertisement(side_channel, address, (0, 0), seconds)
     if said.error is not None:
         raise AdministrationError(f"the engine at {address} serves no more: {said.error}")
     if said.actor is None:
@@ -132,36 +129,32 @@ async def require_administration(
     return said.actor
 
 
+@contextmanager
+def _as_administration_error() -> Iterator[None]:
+    try:
+        yield
+    except NotAsked as error:
+        raise AdministrationError(str(error)) from error
+
+
 async def _require_one_engine(address: Address, seconds: float) -> None:
     try:
         with trio.fail_after(seconds):
             behind = await engines_behind(address)
     except trio.TooSlowError as error:
         raise AdministrationError(f"no name server found {address.host} within {seconds:g} s") from error
-    except NameNotResolved as error:
-        raise AdministrationError(str(error)) from error
     if len(behind) > 1:
         listed = ", ".join(map(str, behind))
         raise AdministrationError(f"{address} is {len(behind)} engines; name each that you mean: {listed}")
 
 
 async def _ask(side_channel: SideChannel, address: Address, seconds: float) -> DrainReport:
+    with _as_administration_error():
+        frames_untrusted = await ask(side_channel, address, encode_drain(), seconds)
     try:
-        return decode_report(await _exchange(side_channel, address, encode_drain(), seconds))
+        return decode_report(frames_untrusted)
     except DecodeFailed as error:
         raise AdministrationError(f"the engine at {address}: {error.detail}") from error
-
-
-async def _exchange(side_channel: SideChannel, address: Address, frame: bytes, seconds: float) -> tuple[bytes, ...]:
-    try:
-        with trio.fail_after(seconds), closing(side_channel.connect(address.host, address.port)) as requester:
-            return await requester.ask([frame])
-    except trio.TooSlowError as error:
-        raise AdministrationError(f"the engine at {address} did not answer within {seconds:g} s") from error
-    except ConnectionRefused as error:
-        raise AdministrationError(f"nothing listens at {address}: the engine has ended, or it is another") from error
-    except SideChannelError as error:
-        raise AdministrationError(str(error)) from error
 
 
 async def _meet_on(
@@ -173,12 +166,12 @@ async def _meet_on(
     deadline: float,
 ) -> MeetReport:
     """Until one rank has met all of them, or the time is up; `seconds` for each of its answers."""
-    frames_untrusted = await _exchange(side_channel, address, encode_request(*rank), seconds)
+    with _as_administration_error():
+        actor = (await advertisement(side_channel, address, rank, seconds)).actor
+    if actor is None:
+        raise AdministrationError(f"the engine at {address} said nothing of its rank {rank}")
+    where = join_address(actor.control_host, actor.control_port)
     try:
-        actor = decode_advertisement(frames_untrusted).actor
-        if actor is None:
-            raise AdministrationError(f"the engine at {address} said nothing of its rank {rank}")
-        where = join_address(actor.control_host, actor.control_port)
         with trio.fail_after(seconds):  # its name server may hang
             link = await side_channel.open_link(actor.control_host, actor.control_port, actor.control_key)
         with closing(link):

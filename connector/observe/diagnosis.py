@@ -21,9 +21,10 @@ import msgspec
 from connector import DISTRIBUTION
 from connector.addresses import is_all_interfaces, is_loopback, unbracketed
 from connector.observe.advice import NIXL_HANGS, NIXL_HANGS_ADVICE, NO_PARAMETERS, WHAT_TO_DO, told
+from connector.observe.asking import Address
 from connector.observe.durations import duration
 from connector.observe.history import LeaseKey, LeasesGiven
-from connector.observe.live import Address, EngineReport, RankReport, Survey
+from connector.observe.live import EngineReport, RankReport, Survey
 from connector.observe.ucx_devices import NETWORK, READS_WITHOUT_NVLINK, VARIABLES, Opened
 from connector.wire.handshake import SAME_HASH, incompatibilities, worker_name
 from connector.wire.identity import NOT_PACKED, Difference, differing_factors

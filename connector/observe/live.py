@@ -1,6 +1,6 @@
 """What running engines say of themselves, for tools: their handshake payloads, and the rows of their workers.
 
-    address --side channel--> what each rank is, and where its control socket listens (`connector.wire.handshake`)
+    address --side channel--> what each rank is, and where its control socket listens (`connector.observe.asking`)
             --control socket--> rows (`connector.wire.inspection`)
 
 Everything is bounded: each engine has ENGINE_SECONDS in all, all engines are asked at once, and one that does not
@@ -15,7 +15,6 @@ each is asked at its own address.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,28 +24,15 @@ import msgspec
 import trio
 
 from connector.addresses import join_address
+from connector.observe.asking import Address, AddressError, NotAsked, advertisement, engines_behind, parse_address
 from connector.observe.history import best_named
-from connector.ports.curve_keys import CurveKeys
 from connector.ports.gate import ANYBODY, Access
 from connector.ports.host_names import HostNames
-from connector.ports.side_channel import (
-    ConnectionRefused,
-    Link,
-    LinkLost,
-    NameNotResolved,
-    NotAllowed,
-    NotASideChannel,
-    SideChannel,
-    SideChannelError,
-)
+from connector.ports.side_channel import Link, LinkLost, NameNotResolved, SideChannel, SideChannelError
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.wire import control
-from connector.wire.bounded import HOST_LENGTH_MAX, DecodeFailed, lacks_brackets, shorten, split_address
-from connector.wire.handshake import (
-    Advertisement,
-    decode_advertisement,
-    encode_request,
-)
+from connector.wire.bounded import DecodeFailed, shorten
+from connector.wire.handshake import Advertisement
 from connector.wire.inspection import (
     ROWS_MAX,
     AnyRow,
@@ -62,10 +48,6 @@ from connector.wire.inspection import (
 )
 from statemachine import failures
 
-ENGINES_VARIABLE = "NIXL_ACTOR_ENGINES"
-PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
-HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"
-DEFAULT_PORT = 5600
 ENGINE_SECONDS = 2.0
 """For one engine: name look-up, handshake with each rank, all questions."""
 ASK_AGAIN_SECONDS = 0.5
@@ -82,22 +64,6 @@ ROWS_TOTAL_MAX = 20_000
 """Of one kind from one worker."""
 
 R = TypeVar("R", bound=AnyRow)
-
-
-class AddressError(ValueError):
-    """Not an address of an engine."""
-
-
-@dataclass(frozen=True, order=True)
-class Address:
-    """Where an engine's side channel is."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        """As `parse_address` reads it."""
-        return join_address(self.host, self.port)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,48 +251,7 @@ def _merged(engine: EngineReport, more: EngineReport) -> EngineReport:
     return replace(engine, ranks=tuple(ranks))
 
 
-# --- which engines ----------------------------------------------------------------------------------------------------
-
-
-def parse_address(text: str) -> Address:
-    """`HOST:PORT` as people write it, or a port of this machine. Raises AddressError."""
-    if lacks_brackets(text.strip()):
-        raise AddressError(
-            f"{shorten(text)!r} is not HOST:PORT of an engine's side channel; "
-            "an IPv6 address is written in brackets, as in [::1]:5600"
-        )
-    with contextlib.suppress(ValueError):
-        host, port = split_address(text.strip())
-        if len(host) <= HOST_LENGTH_MAX:
-            return Address(host or "127.0.0.1", port)
-    raise AddressError(f"{shorten(text)!r} is not HOST:PORT of an engine's side channel")
-
-
-def chosen_addresses(named: Sequence[str], environment: Mapping[str, str] = os.environ) -> list[Address]:
-    """Those named, else those in NIXL_ACTOR_ENGINES (separated by commas or spaces), else the side channel that this
-    environment would give an engine. One that is named twice is there twice. Raises AddressError."""
-    texts = list(named) or environment.get(ENGINES_VARIABLE, "").replace(",", " ").split()
-    if texts:
-        return [parse_address(each) for each in texts]
-    port = environment.get(PORT_VARIABLE, str(DEFAULT_PORT))
-    return [parse_address(join_address(environment.get(HOST_VARIABLE) or "127.0.0.1", port))]
-
-
-def tool_access(directory: str | None) -> Access:
-    """What a tool with keys in this directory may do; None: a tool without keys. Raises KeyDirectoryError.
-
-    It asks engines without keys too: it tells them nothing but the id of a request.
-    """
-    return ANYBODY if directory is None else Access(keys=CurveKeys(directory), allows_insecure=True)
-
-
 # --- asking -----------------------------------------------------------------------------------------------------------
-
-
-async def engines_behind(address: Address) -> list[Address]:
-    """Of each engine of this name, where it has several; else this one, by its name. Raises NameNotResolved."""
-    found = await HostNames().addresses(address.host, address.port)
-    return [Address(each, address.port) for each in found] if len(found) > 1 else [address]
 
 
 def survey(
@@ -341,7 +266,7 @@ def survey(
     """Ask all, and with `follow` the prefill engines that they name. Blocks no longer than the two together, and
     `seconds` for names.
 
-    `access`: with which keys; see `tool_access`.
+    `access`: with which keys; see `connector.observe.asking.tool_access`.
     """
 
     async def run() -> Survey:
@@ -445,7 +370,7 @@ class Surveyor:
 
         async def look_behind(address: Address) -> None:
             behind[address] = [address]
-            with contextlib.suppress(NameNotResolved), trio.move_on_after(self._seconds):
+            with contextlib.suppress(NotAsked), trio.move_on_after(self._seconds):
                 behind[address] = await engines_behind(address)
 
         async with trio.open_nursery() as nursery:
@@ -470,31 +395,13 @@ class Surveyor:
         self, address: Address, named_by: tuple[str, ...], questions: Sequence[Question], seconds: float
     ) -> EngineReport:
         deadline = trio.current_time() + seconds
-
-        def silent(kind: str, problem: str) -> EngineReport:
-            return EngineReport(address=address, problem=problem, problem_kind=kind, named_by=named_by)
-
         try:
-            with trio.fail_at(deadline):
-                first = await self._advertisement(address, (0, 0))
-        except trio.TooSlowError:
-            return silent(
-                "HandshakeTimeout", f"no answer within {seconds:g} s: it hangs or is stopped, or cannot be reached"
-            )
-        except NameNotResolved as error:
-            return silent("AddressNotResolved", f"the host name {address.host} does not resolve here ({error.error})")
-        except ConnectionRefused:
-            return silent("ConnectionRefused", "nothing listens there: the engine has ended, or the address is wrong")
-        except NotAllowed as error:
-            return silent("NotAllowed", f"this tool may not ask it: {error.error} (--keys)")
-        except NotASideChannel as error:
-            return silent("HandshakeMalformed", f"what listens there is not a NIXL connector: {error.error}")
-        except SideChannelError as error:
-            return silent("HandshakeRefused", error.error)
-        except DecodeFailed as error:
-            return silent("HandshakeMalformed", f"what listens there is not a NIXL connector: {error.detail}")
+            first = await advertisement(self._side_channel, address, (0, 0), seconds)
+        except NotAsked as error:
+            return EngineReport(address=address, problem=error.sentence, problem_kind=error.kind, named_by=named_by)
         if first.error is not None and first.actor is None:
-            return silent("HandshakeRefused", first.error)
+            kind = failures.HandshakeRefused.__name__
+            return EngineReport(address=address, problem=first.error, problem_kind=kind, named_by=named_by)
         ranks = tuple(await self._ask_ranks(address, first, questions, deadline))
         engine = EngineReport(address=address, ranks=ranks, refusal=first.error, named_by=named_by)
         return replace(engine, not_resolved=await self._not_resolved(engine, deadline))
@@ -528,9 +435,10 @@ class Surveyor:
         async def ask(rank: tuple[int, int]) -> None:
             try:
                 with trio.fail_at(deadline):
-                    said = first if rank == wanted[0] else await self._advertisement(address, rank)
-            except (trio.TooSlowError, SideChannelError, DecodeFailed) as error:
-                reports[rank] = RankReport(rank=rank, problem=f"its handshake: {error or 'no answer'}")
+                    said = first if rank == wanted[0] else await advertisement(self._side_channel, address, rank)
+            except (trio.TooSlowError, NotAsked) as error:
+                why = error.sentence if isinstance(error, NotAsked) else "no answer"
+                reports[rank] = RankReport(rank=rank, problem=f"its handshake: {why}")
                 return
             reports[rank] = await self._ask_worker(address, rank, said, questions, deadline)
 
@@ -538,13 +446,6 @@ class Surveyor:
             for rank in wanted:
                 nursery.start_soon(ask, rank)
         return [reports[rank] for rank in wanted]
-
-    async def _advertisement(self, address: Address, rank: tuple[int, int]) -> Advertisement:
-        requester = self._side_channel.connect(address.host, address.port)
-        try:
-            return decode_advertisement(await requester.ask([encode_request(*rank)]))
-        finally:
-            requester.close()
 
     async def _ask_worker(
         self,

@@ -9,7 +9,7 @@ import trio
 
 from connector.config import ConnectorOptions
 from connector.observe.administration import AdministrationError, require_administration
-from connector.observe.live import Address
+from connector.observe.asking import Address
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.protocol import ReceiveEnded, WarmedUp
 from connector.wire.administration import (

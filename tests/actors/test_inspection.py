@@ -14,10 +14,11 @@ import pytest
 import trio
 
 from connector.config import ConnectorOptions
+from connector.observe.asking import Address
 from connector.observe.cli.live import _tables
 from connector.observe.diagnosis import diagnose
 from connector.observe.explanation import explain, find, live_of
-from connector.observe.live import Address, Question, Survey, opened_surveyor
+from connector.observe.live import Question, Survey, opened_surveyor
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.protocol import LoadFailed, LocalPrefill, LocalPrefillsSeen
 from connector.runtime.inspector import QUESTIONS_OF_ONE_MAX, QUESTIONS_WAITING_MAX

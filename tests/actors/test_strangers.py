@@ -8,7 +8,8 @@ import pytest
 import trio
 
 from connector.config import ConnectorOptions
-from connector.observe.live import opened_surveyor, tool_access
+from connector.observe.asking import tool_access
+from connector.observe.live import opened_surveyor
 from connector.ports import curve_keys
 from connector.protocol import PeerAddress
 from statemachine.failures import NotAllowed

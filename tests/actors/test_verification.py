@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from connector.config import ConnectorOptions
+from connector.observe.asking import Address
 from connector.observe.explanation import explain, find, live_of
-from connector.observe.live import Address, Question, opened_surveyor
+from connector.observe.live import Question, opened_surveyor
 from connector.protocol import AbortPull, LeaseGranted, ReceiveEnded
 from connector.wire.inspection import RequestRow
 from statemachine.failures import BadParams, Corrupt, Incompatible, TransferError

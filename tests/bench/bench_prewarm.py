@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from connector.observe.administration import meet
-from connector.observe.live import Address
+from connector.observe.asking import Address
 from tests.bench.case import BLOCK_TOKENS
 from tests.bench.sides import Side
 from tests.rig import OURS, EngineOptions, EngineRig, free_port

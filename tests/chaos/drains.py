@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from connector.observe.administration import AdministrationError, drain
-from connector.observe.live import Address
+from connector.observe.asking import Address
 from tests.chaos.cluster import DRAIN_GRACE_SECONDS, SHUTDOWN_SECONDS, Prefill
 from tests.chaos.load import Call, Usage
 from tests.chaos.plan import LEASE_SECONDS

@@ -23,7 +23,7 @@ import vllm
 from connector import DISTRIBUTION
 from connector.observe import catalogue as c
 from connector.observe.administration import require_administration
-from connector.observe.live import Address
+from connector.observe.asking import Address
 from connector.ports.gate import ANYBODY
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.versions import NIXL, shown_version

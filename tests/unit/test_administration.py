@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 
 from connector.clock import to_ns
 from connector.observe import administration
+from connector.observe.asking import Address
 from connector.observe.cli.main import app
-from connector.observe.live import Address, Question, survey
+from connector.observe.live import Question, survey
 from connector.runtime.draining import Lent
 from connector.wire.handshake import encode_payload, encode_reply
 from connector.wire.metadata import encode_agent_metadata
@@ -43,7 +44,7 @@ def test_the_timeout_bounds_the_first_question_too(silent: str, command: str) ->
     answer = CliRunner().invoke(app, [command, silent, *places, "--timeout", "0.2"])
     assert time.monotonic() - begun < administration.ASK_SECONDS - 1
     assert answer.exit_code == 2
-    assert answer.output == f"the engine at {silent} did not answer within 0.2 s\n"
+    assert answer.output == f"{silent}: no answer within 0.2 s: it hangs or is stopped, or cannot be reached\n"
 
 
 class HangingNames:
@@ -104,7 +105,7 @@ def test_one_that_does_not_answer_keeps_no_other_from_draining() -> None:
     with engines(("127.0.0.1", port)):
         answer = CliRunner().invoke(app, ["drain", f"127.0.0.1:{nobody}", f"127.0.0.1:{port}"])
     assert answer.exit_code == 2
-    assert f"nothing listens at 127.0.0.1:{nobody}" in answer.output
+    assert f"127.0.0.1:{nobody}: nothing listens there" in answer.output
     assert f"127.0.0.1:{port}: drained after" in answer.output
 
 

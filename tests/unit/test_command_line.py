@@ -12,16 +12,10 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from connector.observe.asking import Address, AddressError, chosen_addresses, parse_address
 from connector.observe.cli.main import app
 from connector.observe.explanation import Live
-from connector.observe.live import (
-    Address,
-    AddressError,
-    EngineReport,
-    Survey,
-    chosen_addresses,
-    parse_address,
-)
+from connector.observe.live import EngineReport, Survey
 from connector.observe.trace_log import open_trace_log
 from connector.wire.handshake import Advertisement
 from connector.wire.inspection import RecordRow, RequestRow

@@ -10,9 +10,10 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from connector.observe.asking import Address
 from connector.observe.cli.main import app
 from connector.observe.diagnosis import RECORDS_ASKED, Finding, diagnose, leases_to_look_for
-from connector.observe.live import Address, EngineReport, Question, RankReport, Survey
+from connector.observe.live import EngineReport, Question, RankReport, Survey
 from connector.observe.ucx_devices import Opened, Transport
 from connector.wire.handshake import Advertisement
 from connector.wire.identity import KvIdentity, LayerIdentity

@@ -142,6 +142,7 @@ RULES = [
             "connector/observe/cli",
             "connector/observe/explanation",
             "connector/observe/diagnosis.py",
+            "connector/observe/asking.py",
             "connector/observe/live.py",
         ),
         neither("vllm", "torch", "nixl", "connector.runtime", "connector.worker", "connector.scheduler"),

@@ -16,7 +16,7 @@ from connector.observe.cli.live import BAD, SERVED, UNASKED, KeyDirectory, acces
 from connector.observe.cli.output import say
 
 if TYPE_CHECKING:
-    from connector.observe.live import Address
+    from connector.observe.asking import Address
     from connector.wire.administration import DrainReport
 
 
@@ -42,7 +42,7 @@ def drain(
     """
     from connector.observe.administration import AdministrationError
     from connector.observe.administration import drain as drain_engines
-    from connector.observe.live import AddressError, parse_address
+    from connector.observe.asking import AddressError, parse_address
 
     shown: dict[Address, DrainReport] = {}
 
@@ -100,7 +100,7 @@ def meet(
     """
     from connector.observe.administration import FINAL_STATES, AdministrationError
     from connector.observe.administration import meet as meet_engines
-    from connector.observe.live import AddressError, parse_address
+    from connector.observe.asking import AddressError, parse_address
     from connector.wire.administration import MEET_PLACES_MAX
 
     if len(prefills) > MEET_PLACES_MAX:

@@ -20,8 +20,9 @@ import typer
 from connector.observe.cli.output import plain, say, say_json, time_of_day
 
 if TYPE_CHECKING:
+    from connector.observe.asking import Address
     from connector.observe.explanation import Explanation
-    from connector.observe.live import Address, Survey
+    from connector.observe.live import Survey
     from connector.ports.gate import Access
     from connector.wire.inspection import AnyRow, EngineRow
 
@@ -194,7 +195,7 @@ _COLOURS = {"problem": "red", "warning": "yellow", "note": "blue"}
 
 
 def _addresses(engines: list[str] | None) -> list[Address]:
-    from connector.observe.live import AddressError, chosen_addresses
+    from connector.observe.asking import AddressError, chosen_addresses
 
     try:
         return chosen_addresses(engines or [])
@@ -203,7 +204,7 @@ def _addresses(engines: list[str] | None) -> list[Address]:
 
 
 def access_of(directory: str | None) -> Access:
-    from connector.observe.live import tool_access
+    from connector.observe.asking import tool_access
     from connector.ports.curve_keys import KeyDirectoryError
 
     try:
