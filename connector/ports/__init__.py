@@ -2,15 +2,13 @@
 real ones behind them. The simulator brings its own. Nobody else in the package imports NIXL or ZMQ, but for
 `observe/ucx_devices.py`, which asks NIXL in a process of its own.
 
-nixl           contract: a NIXL agent
-nixl_agent     the real one
-nixl_thread    the one thread that touches it
-command_queue  how commands reach that thread
-side_channel   contract: request and reply between engines, links, listeners
-zmq_bridge     the real one: ZMQ sockets in a trio loop
-doorman        carries out what `statemachine/admission.py` says of the connections of a listener
-gate           who may connect, and to whom: address ranges and keys
-curve_keys     the directory with those keys
-host_names     addresses of hosts
-tcp            what the kernel says of a connection
+nixl          contract: a NIXL agent
+nixl_agent    the real one: an agent on a thread of its own
+side_channel  contract: request and reply between engines, links, listeners
+zmq_bridge    the real one: ZMQ sockets in a trio loop
+doorman       carries out what `statemachine/admission.py` says of the connections of a listener
+gate          who may connect, and to whom: address ranges and keys
+curve_keys    the directory with those keys
+host_names    addresses of hosts
+tcp           what the kernel says of a connection
 """

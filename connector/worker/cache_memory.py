@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from connector.ports.nixl import MemoryKind, MemoryRange
-from connector.ports.nixl_thread import PROBE_BYTES, Scratch
+from connector.ports.nixl_agent.core import PROBE_BYTES, Scratch
 from connector.protocol import Memory
 
 Numbers = npt.NDArray[np.int64]

@@ -17,7 +17,7 @@ from typing import Any
 import nixl._api
 import pytest
 
-from connector.ports.nixl_thread import AgentCore
+from connector.ports.nixl_agent.core import AgentCore
 
 
 class Answer(Enum):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import trio
 
-from connector.ports.command_queue import CommandQueue
+from connector.ports.nixl_agent.command_queue import CommandQueue
 from tests.actors.engines import Engine, engine, lease_of, until
 from tests.actors.test_pull import run
 

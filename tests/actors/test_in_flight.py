@@ -14,7 +14,7 @@ import pytest
 import trio
 
 from connector.config import ConnectorOptions
-from connector.ports.nixl_thread import Command
+from connector.ports.nixl_agent.calls import Command
 from tests.actors.engines import Engine, engine, lease_of, parallel_engine, until
 from tests.actors.test_parallel import fill, lend
 from tests.actors.test_peers import failure_of, forget, nobody, reads

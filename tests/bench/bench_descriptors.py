@@ -2,7 +2,7 @@
 
 `python -m tests.bench.bench_descriptors` prints two tables in markdown. A READ of the same blocks is made ready twice:
 
-  prepared     once per peer: runs of blocks (address, length, stride, count) on both sides, as `ports.nixl_thread` has
+  prepared     once per peer: runs of blocks (address, length, stride, count) on both sides, as `AgentCore` has
                them; per request: descriptor ids, then make_prepped_xfer
   per request  nothing in advance: addresses of all blocks on both sides, get_xfer_descs, then initialize_xfer
 

@@ -52,7 +52,7 @@ from connector.layout.remote import layout_from_metadata
 from connector.layout.shapes import LayerShape
 from connector.ports.nixl import MemoryRange
 from connector.ports.nixl_agent import RealNixlPort
-from connector.ports.nixl_thread import AgentCore
+from connector.ports.nixl_agent.core import AgentCore
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.protocol import Command, PeerAddress, TrackLease
 from connector.runtime.listener import HandshakeListener

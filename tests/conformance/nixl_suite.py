@@ -43,7 +43,7 @@ from connector.ports.nixl import (
     ReadMeasured,
     ReadPosted,
 )
-from connector.ports.nixl_thread import PAUSE_IDLE_SECONDS_MAX
+from connector.ports.nixl_agent.thread import PAUSE_IDLE_SECONDS_MAX
 
 BLOCK_BYTES = 4096
 BLOCKS = 64
@@ -517,7 +517,7 @@ class NixlPortSuite(ABC):
             reader, peer = await reader_and_peer(world, stepwise=False)
             await reader.recorder.done(await reader.post([1], [1]))
             await peer.lose_block(33)
-            # Falling ids, so that the lost block is a descriptor of its own: see what `nixl_agent` cannot do.
+            # Falling ids, so that the lost block is a descriptor of its own: see what `nixl_agent.port` cannot do.
             falling = range(40, 30, -1)
             for blocks, quiescent in ((falling, False), ([2], True)):
                 end = await reader.recorder.failed(await reader.post(blocks, blocks), quiescent=quiescent)

@@ -27,7 +27,6 @@ import trio.testing
 
 from connector.clock import BootClock
 from connector.observe import hang_notice
-from connector.ports import nixl_agent, nixl_thread
 from connector.ports.nixl import (
     AgentName,
     MemoryRange,
@@ -38,6 +37,9 @@ from connector.ports.nixl import (
     PortCounts,
 )
 from connector.ports.nixl_agent import RealNixlPort
+from connector.ports.nixl_agent import core as agent_core
+from connector.ports.nixl_agent import port as agent_port
+from connector.ports.nixl_agent import thread as agent_thread
 from tests.conformance.nixl_suite import (
     BLOCK_BYTES,
     BLOCKS,
@@ -235,7 +237,7 @@ class TestRealNixlPort(NixlPortSuite):
     def test_the_agent_is_called_from_one_thread_only(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Every call into NIXL of a port's life, and the end of every NIXL handle, in whatever way it comes about."""
         callers: dict[str, set[int]] = {}
-        bindings = nixl_thread._import_nixl("nixl")
+        bindings = agent_core._import_nixl("nixl")
 
         def watched(name: str, original: Callable[..., object]) -> Callable[..., object]:
             def call(self: object, *args: object, **kwargs: object) -> object:
@@ -274,7 +276,7 @@ class TestRealNixlPort(NixlPortSuite):
         """Each call of NIXL may be a wait for the interpreter. Before the end of a READ is told there are those that
         post it and its probe, however many descriptors it has; it is measured and released after that."""
         said: list[str] = []
-        bindings = nixl_thread._import_nixl("nixl")
+        bindings = agent_core._import_nixl("nixl")
 
         def watched(name: str) -> Callable[..., object]:
             original = getattr(bindings.nixl_agent, name)
@@ -360,7 +362,7 @@ class TestRealNixlPort(NixlPortSuite):
             core = reader.port._core
             while core.first_reads:
                 await trio.sleep(0.001)
-            assert bytes(core._scratch_owner) == pattern(0)[: nixl_thread.PROBE_BYTES]
+            assert bytes(core._scratch_owner) == pattern(0)[: agent_core.PROBE_BYTES]
             await reader.port.prepare_remote(reader.peer_name, [peer.run])
             assert not core.first_reads, "one for each peer"
             assert reader.recorder.events == []
@@ -394,7 +396,7 @@ class TestRealNixlPort(NixlPortSuite):
         self.run(scenario)
 
     def test_a_first_read_that_fails_is_nobodys_failure(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        bindings = nixl_thread._import_nixl("nixl")
+        bindings = agent_core._import_nixl("nixl")
 
         def fail(*arguments: object) -> object:
             raise bindings.nixlBind.nixlRemoteDisconnectError("injected")
@@ -560,7 +562,7 @@ class TestRealNixlPort(NixlPortSuite):
     def test_opening_is_bounded_and_a_late_agent_is_taken_apart(self, monkeypatch: pytest.MonkeyPatch) -> None:
         memory, _ = new_memory()
         release = threading.Event()
-        monkeypatch.setattr(nixl_thread, "OPEN_PROGRESS_SECONDS", 0.5)
+        monkeypatch.setattr(agent_thread, "OPEN_PROGRESS_SECONDS", 0.5)
         waited: list[float] = []
         with pytest.raises(NixlCallFailed, match=r"within 2 s"):
             RealNixlPort.open(
@@ -648,7 +650,7 @@ class TestRealNixlPort(NixlPortSuite):
 
     def test_a_flood_of_notifications_waits_inside_nixl(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """While nobody takes the events, few are taken out of NIXL; none is lost, and all come once somebody does."""
-        monkeypatch.setattr(nixl_thread, "UNDELIVERED_EVENTS_MAX", 5)
+        monkeypatch.setattr(agent_thread, "UNDELIVERED_EVENTS_MAX", 5)
 
         async def scenario(world: NixlWorld) -> None:
             reader = await new_reader(world)
@@ -670,7 +672,7 @@ class TestRealNixlPort(NixlPortSuite):
     def test_a_call_that_does_not_return_is_said_once_and_so_is_that_it_has(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(nixl_agent, "LOOKED_AT_SECONDS", 0.02)
+        monkeypatch.setattr(agent_port, "LOOKED_AT_SECONDS", 0.02)
         gate = threading.Event()
 
         async def said(lines: Lines, count: int) -> list[str]:
@@ -754,7 +756,7 @@ def abandoned() -> None:
     """Program: close a port while a READ from a paused peer is in flight. Its agent must live on, with the READ and the
     memory that this may write into, although nobody else keeps it."""
 
-    async def main() -> tuple[weakref.ref[nixl_thread.AgentCore], weakref.ref[object]]:
+    async def main() -> tuple[weakref.ref[agent_core.AgentCore], weakref.ref[object]]:
         async with real_world() as world:
             peer = await world.open_peer(stepwise=True)
             memory, run = new_memory()
@@ -780,7 +782,7 @@ def _wait(event: threading.Event) -> None:
 
 def nameless_agent() -> Any:
     """A bare NIXL agent whose name is not UTF-8."""
-    bindings = nixl_thread._import_nixl("nixl")
+    bindings = agent_core._import_nixl("nixl")
     config = bindings.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
     return bindings.nixl_agent(b"name\xff\xfe", config)
 

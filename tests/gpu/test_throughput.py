@@ -21,7 +21,7 @@ import trio
 
 from connector.ports.nixl import MemoryRun, NixlEvent, ReadEnded
 from connector.ports.nixl_agent import RealNixlPort
-from connector.ports.nixl_thread import PROBE_BYTES
+from connector.ports.nixl_agent.core import PROBE_BYTES
 from connector.worker.cache_memory import scratch_beside
 from tests.bench.source import Source, pages
 from tests.gpu.device_memory import DeviceMemory, make_current

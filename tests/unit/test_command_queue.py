@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from connector.ports.command_queue import CommandQueue
+from connector.ports.nixl_agent.command_queue import CommandQueue
 
 WAIT_SECONDS = 0.00005
 

@@ -14,9 +14,9 @@ import pytest
 from vllm.config import VllmConfig
 
 from connector.config import parse_options
-from connector.ports import nixl_thread
 from connector.ports.nixl import NixlCallFailed
 from connector.ports.nixl_agent import RealNixlPort
+from connector.ports.nixl_agent import thread as agent_thread
 from connector.worker.connector_worker import ConnectorWorker
 from tests.unit.log_lines import Lines, listening
 from tests.unit.vllm_setup import allocate, attention_spec, cache_config, engine_config, single_rank, write_model
@@ -41,7 +41,7 @@ class SlowNixl:
         """What the worker has allowed, in seconds."""
         self._until_told = until_told
         self._open_port = RealNixlPort.open
-        monkeypatch.setattr(nixl_thread, "OPEN_PROGRESS_SECONDS", 0.02)
+        monkeypatch.setattr(agent_thread, "OPEN_PROGRESS_SECONDS", 0.02)
         monkeypatch.setattr(RealNixlPort, "open", self.open)
 
     def open(self, *args: Any, timeout_seconds: float, on_wait: Callable[[float], None], **rest: Any) -> RealNixlPort:

@@ -11,7 +11,7 @@ import trio
 
 from connector.observe.trace_writer import TraceWriter
 from connector.ports.nixl_agent import RealNixlPort
-from connector.ports.nixl_thread import AgentCore
+from connector.ports.nixl_agent.core import AgentCore
 from connector.ports.zmq_bridge import ZmqRequester
 from connector.runtime import connections, handshake, lease_keeper, peer_actor, restarts
 from connector.runtime.connections import Connections

@@ -1,10 +1,4 @@
-"""The real NIXL agent behind `ports.nixl.NixlPort`.
-
-Why a thread of its own (see `nixl_thread`)
-`transfer` may copy a whole READ before it returns (docs/nixl.md fact 19). A trio loop that made the call would stand
-still for it, and with it every handshake, timeout and lease of every other peer. The call releases the GIL, so a thread
-of its own really takes it off the loop. Calls that are short could stay in the loop, but an agent belongs to one thread
-(fact 17), so all of them moved. The figures stand in docs/performance.md.
+"""The port: takes calls in a trio run, and hands them to the agent's thread.
 
 How a call travels
 The trio task puts a command into a queue and parks. The thread runs it, and puts the outcome into a `ThreadMailbox`, as
@@ -23,7 +17,7 @@ What this port cannot do
 * Stop a READ; nor can NIXL.
 * Vouch that nothing lands after the error of a READ with several descriptors, not even once its agent was removed.
 * Keep the notifications of a poll that also brings the first one from a sender whose name is not UTF-8. Those of later
-  polls are kept; see `nixl_thread`.
+  polls are kept; see `names`.
 * Notice every short READ. Over CMA, when part of one descriptor's remote memory is not mapped any more, UCX 1.23 copies
   what comes before the hole, and NIXL calls it done. It takes a peer that unmaps part of a registered range while it
   serves, which no engine does; a descriptor that is gone as a whole is an error.
@@ -53,16 +47,9 @@ from connector.ports.nixl import (
     PortCounts,
     ReadHandle,
 )
-from connector.ports.nixl_thread import (
-    AgentCore,
-    AgentThread,
-    CallRefused,
-    Command,
-    Outgoing,
-    ReadOrdered,
-    Scratch,
-    ThreadEnded,
-)
+from connector.ports.nixl_agent.calls import CallRefused, Command, Outgoing, ReadOrdered, ThreadEnded
+from connector.ports.nixl_agent.core import AgentCore, Scratch
+from connector.ports.nixl_agent.thread import AgentThread
 from connector.thread_mailbox import ThreadMailbox
 
 OPEN_SECONDS_MAX = 60.0

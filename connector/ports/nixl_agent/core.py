@@ -1,13 +1,6 @@
-"""The one thread that ever touches a NIXL agent.
-
-`AgentCore` is the agent with everything that belongs to it (descriptor lists, READs in flight). `AgentThread` runs it:
-it takes commands from a queue, polls the READs in flight and the notifications, and hands results and events to the
-other side, `nixl_agent.RealNixlPort`, which explains why there is such a thread at all.
+"""A NIXL agent with everything that belongs to it: descriptor lists, READs in flight, agents of peers.
 
 Rules
-* NIXL objects (the agent, list handles, READ handles) never leave this thread, not even inside a traceback: their
-  `__del__` calls the agent from whatever thread drops the last reference, and the agent is not thread-safe. Errors
-  therefore cross as text, and both classes drop what they hold before the thread ends.
 * A remote agent is removed only when no READ from it is in flight: NIXL would forget how to ask for the READ's state
   while its data keeps landing, and then nobody could say when the memory is free. The removal waits; new lists and
   READs for the agent are refused at once.
@@ -32,32 +25,21 @@ Rules
 * Metadata that name an agent which is loaded are handed to NIXL only if they are those that it was loaded with. With
   others of the same connection NIXL would forget the agent when it comes to a mistake in them, while READs from it go
   on (docs/nixl.md fact 33); whoever answers a handshake can send those.
-* Pauses follow activity: nothing but polling makes UCX progress (there is no progress thread, it would burn a core), so
-  the loop polls without pause while a poll finds work, and then pauses a fraction of the time since it last did, up
-  to a ceiling that depends on what it waits for. A command ends a pause at once.
 """
 
 from __future__ import annotations
 
-import atexit
-import codecs
 import contextlib
 import ctypes
 import hashlib
 import importlib
 import os
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 
-from connector.clock import BootClock
-from connector.cpu_affinity import leave_single_cpu
 from connector.observe.log import get_logger
-from connector.ports.command_queue import CommandQueue
 from connector.ports.nixl import (
     AgentName,
     DescriptorIds,
@@ -66,57 +48,19 @@ from connector.ports.nixl import (
     MemoryRun,
     NixlEvent,
     NotificationReceived,
-    PortBroken,
     ReadEnded,
     ReadHandle,
     ReadMeasured,
     ReadPosted,
 )
-
-PAUSE_READING_SECONDS_MAX = 0.0005
-"""Longest pause while READs are in flight: what a completion may go unnoticed, and P's blocks stay lent for nothing."""
-
-PAUSE_EXPECTING_SECONDS_MAX = 0.002
-"""Longest pause while notifications are expected: how long blocks that a built-in engine has released stay lent. Each
-look may take the interpreter from the engine for a moment."""
-
-PAUSE_IDLE_SECONDS_MAX = 0.05
-"""Longest pause otherwise: 20 polls a second keep connections alive for well under 1 % of a core."""
-
-PAUSE_SECONDS_MIN = 0.00005
-"""Shorter pauses are not worth a system call (the kernel's timer slack alone is 50 us); the loop spins instead."""
-
-PAUSE_FRACTION = 0.25
-"""Pause this fraction of the time since the last activity: a wait overshoots by at most a quarter."""
-
-POLL_WORKED_CPU_SECONDS = 0.00002
-POLL_WORKED_CPU_SECONDS_PER_READ = 0.000005
-"""A poll that computed for longer than this moved data (an empty one takes 2 us, and 1 more for each READ), so the next
-one follows at once. Waiting does not count: not for a core, and not for the interpreter."""
-
-LOOK_SECONDS = 0.0002
-"""Commands that wait are run for so long before there is another look at the READs in flight."""
-
-OPEN_PROGRESS_SECONDS = 10.0
-"""How often whoever waits for the agent is told for how long."""
-
-EXIT_SECONDS_MAX = 2.0
-"""How long the end of the process waits for a port that nobody closed."""
-
-UNDELIVERED_EVENTS_MAX = 10_000
-"""Notifications are left inside NIXL while so many events wait for the trio thread."""
+from connector.ports.nixl_agent.calls import CLOCK, CallRefused, ReadOrdered
+from connector.ports.nixl_agent.names import agent_named_in, agent_text, lenient_decoding
 
 PROBE_BYTES = 8
 """Of a descriptor that is read a second time, or for the sake of the connection, if it is so long."""
 
-_METADATA_BEGIN = b"nixlSerDes|Agent"
-_LENGTH_BYTES = 8
-"""Of an agent's metadata: what they begin with, and the length of the name that follows."""
-
 _ONE = np.zeros(1, dtype=np.int32)
 """The ids of a READ of the first descriptor of a list."""
-
-CLOCK = BootClock()
 
 _log = get_logger()
 
@@ -126,87 +70,6 @@ class Scratch(NamedTuple):
 
     memory: MemoryRange
     owner: object
-
-
-class CallRefused(Exception):
-    """A command failed before or inside NIXL. Carries text only (see the module's first rule)."""
-
-    def __init__(self, error: str, *, transport_lost: bool = False) -> None:
-        super().__init__(error)
-        self.error = error
-        self.transport_lost = transport_lost
-
-
-class _Queued:
-    """Something on its way to the agent's thread.
-
-    Either the thread or a canceller claims it, whoever comes first; a lock taken once is the atomic test-and-set.
-    """
-
-    __slots__ = ("_claim",)
-
-    def __init__(self) -> None:
-        self._claim = threading.Lock()
-
-    def claim(self) -> bool:
-        """True for the first caller only."""
-        return self._claim.acquire(blocking=False)
-
-
-class Command(_Queued):
-    """One call on its way to the agent's thread and back.
-
-    `failure` is set when the call failed, `closed` when the thread ended before it came to it, else `result` holds.
-    """
-
-    __slots__ = ("call", "closed", "failure", "result")
-
-    def __init__(self, call: Callable[[AgentCore], Any]) -> None:
-        super().__init__()
-        self.call = call
-        self.result: Any = None
-        self.failure: CallRefused | None = None
-        self.closed = False
-
-
-class ReadOrdered(_Queued):
-    """A READ whose turn comes. Nobody waits for it: what becomes of it are events."""
-
-    __slots__ = ("handle", "local", "local_ids", "remote", "remote_ids")
-
-    def __init__(
-        self,
-        handle: ReadHandle,
-        local: DescriptorListHandle,
-        local_ids: DescriptorIds,
-        remote: DescriptorListHandle,
-        remote_ids: DescriptorIds,
-    ) -> None:
-        super().__init__()
-        self.handle = handle
-        self.local = local
-        self.local_ids = local_ids
-        self.remote = remote
-        self.remote_ids = remote_ids
-
-    def refused(self, error: str, *, transport_lost: bool = False) -> ReadEnded:
-        """Nothing of it was handed to NIXL."""
-        return ReadEnded(
-            handle=self.handle,
-            ended_ns=CLOCK.now_ns(),
-            error=error,
-            transport_lost=transport_lost,
-            was_posted=False,
-        )
-
-
-class ThreadEnded(msgspec.Struct, frozen=True):
-    """The last thing the thread says. `abandoned`: READs that may still write, so their memory must not be reused."""
-
-    abandoned: tuple[ReadHandle, ...]
-
-
-Outgoing = Command | ThreadEnded | NixlEvent
 
 
 class _Prepared(NamedTuple):
@@ -323,11 +186,11 @@ class AgentCore:
 
     def add_remote_agent(self, metadata: bytes) -> AgentName:
         """Load a peer, or keep it if its removal is still waiting for a READ."""
-        named, digest = _agent_named_in(metadata), hashlib.sha256(metadata).digest()
+        named, digest = agent_named_in(metadata), hashlib.sha256(metadata).digest()
         if named is not None and self.agents.get(named, digest) != digest:
             raise CallRefused(f"agent {named} is loaded, with other metadata")
         loaded: bytes | str = self._agent.add_remote_agent(metadata)
-        name = _text(loaded)
+        name = agent_text(loaded)
         if isinstance(loaded, bytes) and name.encode() != loaded:
             self._agent.remove_remote_agent(loaded)
             raise CallRefused(f"the agent's name is not UTF-8: {name}")
@@ -577,7 +440,7 @@ class AgentCore:
     def _take_notifications(self) -> list[NixlEvent]:
         """Take notifications out of NIXL. A poll that fails for a sender's name is counted; what it got is lost."""
         try:
-            with _lenient_decoding(self.notification_polls_lost > 0):
+            with lenient_decoding(self.notification_polls_lost > 0):
                 received: dict[Any, list[bytes]] = self._agent.get_new_notifs()
         except UnicodeDecodeError as error:
             self.notification_polls_lost += 1
@@ -589,7 +452,7 @@ class AgentCore:
                 )
             return []
         return [
-            NotificationReceived(_text(sender), bytes(message))
+            NotificationReceived(agent_text(sender), bytes(message))
             for sender, messages in received.items()
             for message in messages
         ]
@@ -629,211 +492,6 @@ class AgentCore:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
 
-class AgentThread:
-    """Runs one `AgentCore`.
-
-    `deliver` is called on this thread with everything that goes back; `backlog` tells how much of it still waits there.
-    """
-
-    def __init__(
-        self,
-        make_core: Callable[[], AgentCore],
-        name: str,
-        deliver: Callable[[Sequence[Outgoing]], None],
-        backlog: Callable[[], int],
-    ) -> None:
-        self._deliver = deliver
-        self._backlog = backlog
-        self._commands: CommandQueue[Command | ReadOrdered] = CommandQueue()
-        self._opened = threading.Event()
-        self._open_failure: CallRefused | None = None
-        self._ended = threading.Event()
-        self._close_at: float | None = None
-        self._expecting = False
-        self.turns = 0
-        """How often its loop has come round, which it does several times a second unless a call does not return."""
-        self.core: AgentCore | None = None
-        self.abandoned: tuple[ReadHandle, ...] = ()
-        self.name = name
-        self._thread = threading.Thread(target=self._main, args=(make_core,), name=name, daemon=True)
-
-    def open(self, timeout_seconds: float, on_wait: Callable[[float], None]) -> AgentCore:
-        """Start the thread and wait for its agent; `on_wait` hears for how long so far. Raises CallRefused."""
-        atexit.register(self._end_before_exit)
-        self._thread.start()
-        started = time.monotonic()
-        while not self._opened.wait(min(OPEN_PROGRESS_SECONDS, max(0.0, started + timeout_seconds - time.monotonic()))):
-            waited_seconds = time.monotonic() - started
-            if waited_seconds >= timeout_seconds:
-                self.close(0.0)
-                raise CallRefused(f"no NIXL agent within {timeout_seconds:g} s")
-            on_wait(waited_seconds)
-        if self.core is None:
-            raise self._open_failure or CallRefused("the agent's thread ended")
-        return self.core
-
-    @property
-    def ended(self) -> bool:
-        return self._ended.is_set()
-
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
-    def submit(self, queued: Command | ReadOrdered) -> bool:
-        """Queue something. False (and the caller keeps it) when the thread has ended."""
-        self._commands.put(queued)
-        return not (self._ended.is_set() and queued.claim())
-
-    def expect_notifications(self, expected: bool) -> None:
-        self._expecting = expected
-        self._commands.ring()
-
-    def close(self, grace_seconds: float) -> None:
-        """End the thread when no READ is in flight, or after `grace_seconds`; may be called again to hurry it."""
-        self._close_at = time.monotonic() + grace_seconds
-        self._commands.ring()
-
-    def join(self, timeout_seconds: float) -> None:
-        self._thread.join(timeout_seconds)
-
-    def _end_before_exit(self) -> None:
-        """End while there is time: a thread that is stopped inside C++ may abort the process (1 run of 6 did)."""
-        self.close(0.0)
-        self.join(EXIT_SECONDS_MAX)
-
-    def _main(self, make_core: Callable[[], AgentCore]) -> None:
-        leave_single_cpu()
-        try:
-            self.core = make_core()
-        except Exception as error:
-            # A new exception: the traceback of this one would carry NIXL objects to another thread.
-            self._open_failure = (
-                CallRefused(error.error) if isinstance(error, CallRefused) else CallRefused(f"{_kind(error)}: {error}")
-            )
-        self._opened.set()
-        if self.core is not None:
-            self._run(self.core)
-        self._ended.set()
-        atexit.unregister(self._end_before_exit)
-
-    def _run(self, core: AgentCore) -> None:
-        failure: str | None = None
-        try:
-            self._serve(core)
-        except Exception as error:
-            failure = f"{_kind(error)}: {error}"
-        self.abandoned = (*core.reads, *core.errored)
-        if self.abandoned or core.first_reads or failure is not None:
-            if self.abandoned:
-                _log.warning(
-                    "%d READ(s) have not ended: their NIXL agent is kept until this process ends, with the memory that "
-                    "they may still write into",
-                    len(self.abandoned),
-                )
-            core.leak()
-        else:
-            try:
-                core.destroy()
-            except Exception as error:
-                failure = f"{_kind(error)}: {error}"
-                core.leak()
-        self._ended.set()  # before the last look at the queue: see `submit`
-        refused = self._refuse_queued()
-        broken = [PortBroken(failure)] if failure is not None else []
-        self._deliver([*refused, *broken, ThreadEnded(self.abandoned)])
-
-    def _refuse_queued(self) -> list[Outgoing]:
-        refused: list[Outgoing] = []
-        while (queued := self._commands.take()) is not None:
-            if not queued.claim():
-                continue
-            if isinstance(queued, ReadOrdered):
-                refused.append(queued.refused("the port is closed"))
-            else:
-                queued.closed = True
-                refused.append(queued)
-        return refused
-
-    def _serve(self, core: AgentCore) -> None:
-        """One command at a time. A burst of them hides no completion for longer than one takes, and is not slowed down
-        by looks at all READs after each."""
-        active_at = looked_at = time.monotonic()
-        notifications_at = 0.0
-        pause_seconds = 0.0
-        while True:
-            self.turns += 1
-            if self._execute_next(core, pause_seconds):
-                active_at = time.monotonic()
-                if active_at - looked_at < LOOK_SECONDS and not self._commands.is_empty:
-                    continue
-            started, started_cpu = time.monotonic(), time.thread_time()
-            if self._close_at is not None and (not core.reads or started >= self._close_at):
-                return
-            events = core.poll_reads() if core.reads or core.first_reads else []
-            ceiling_seconds = self._pause_seconds_max(core)
-            # Without READs this is what makes UCX progress: a peer may be reading from us.
-            is_due = not core.reads or started >= notifications_at
-            if is_due and self._backlog() < UNDELIVERED_EVENTS_MAX:
-                events += core.poll_notifications()
-                notifications_at = started + min(ceiling_seconds, PAUSE_EXPECTING_SECONDS_MAX)
-            now, cpu_seconds = time.monotonic(), time.thread_time() - started_cpu
-            looked_at = now
-            if events:
-                self._deliver(events)
-                self._tidy(core)
-            worked = cpu_seconds > POLL_WORKED_CPU_SECONDS + POLL_WORKED_CPU_SECONDS_PER_READ * len(core.reads)
-            if events or worked:
-                # After a pause the caches are cold, and an empty poll takes as long: the next one will tell.
-                if events or pause_seconds < PAUSE_SECONDS_MIN:
-                    active_at = now
-                notifications_at = now
-                pause_seconds = 0.0
-            else:
-                floor_seconds = 0.0 if core.reads else PAUSE_SECONDS_MIN
-                pause_seconds = max(min((now - active_at) * PAUSE_FRACTION, ceiling_seconds), floor_seconds)
-
-    def _pause_seconds_max(self, core: AgentCore) -> float:
-        if core.reads:
-            return PAUSE_READING_SECONDS_MAX
-        return PAUSE_EXPECTING_SECONDS_MAX if self._expecting or core.first_reads else PAUSE_IDLE_SECONDS_MAX
-
-    def _execute_next(self, core: AgentCore, pause_seconds: float) -> bool:
-        """Wait for a command and run it. False when the pause went by without one."""
-        command = self._commands.take()
-        if command is None and pause_seconds >= PAUSE_SECONDS_MIN:
-            self._commands.wait(pause_seconds)
-            command = self._commands.take()
-        if command is None:
-            return False
-        if command.claim():
-            self._deliver(
-                [self._post(core, command) if isinstance(command, ReadOrdered) else self._call(core, command)]
-            )
-            self._tidy(core)
-        return True
-
-    def _call(self, core: AgentCore, command: Command) -> Command:
-        try:
-            command.result = command.call(core)
-        except Exception as error:
-            text, lost = core.describe(error)
-            command.failure = CallRefused(text, transport_lost=lost)
-        return command
-
-    def _post(self, core: AgentCore, order: ReadOrdered) -> ReadPosted | ReadEnded:
-        try:
-            return core.post_read(order)
-        except Exception as error:
-            text, lost = core.describe(error)
-            return order.refused(text, transport_lost=lost)
-
-    def _tidy(self, core: AgentCore) -> None:
-        """After what is waited for has been delivered."""
-        measured = core.tidy()
-        if measured:
-            self._deliver(measured)
-
-
 def _scratch_on_host() -> Scratch:
     owner = np.zeros(PROBE_BYTES, dtype=np.uint8)
     return Scratch(MemoryRange(owner.ctypes.data, owner.nbytes), owner)
@@ -847,49 +505,3 @@ def _import_nixl(package: str) -> Any:
     """
     os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
     return importlib.import_module(f"{package}._api")
-
-
-_thread_state = threading.local()
-
-
-@contextlib.contextmanager
-def _lenient_decoding(wanted: bool) -> Iterator[None]:
-    """Let a call of NIXL, on this thread, replace bytes that are not UTF-8 instead of raising.
-
-    `getNotifs` takes all notifications out of the agent, and then decodes the names of their senders. If one name is
-    not UTF-8, the exception takes the notifications of all senders with it, and no call of the binding gets around
-    that: each returns the same map. What it does honour is Python's registry of codec error handlers, where "strict"
-    can be replaced. The replacement acts as before for every other call and thread. Still it is process-wide, so it is
-    made only in a process that such a sender has reached.
-    """
-    if wanted:
-        codecs.register_error("strict", _strict_but_here)
-    _thread_state.is_lenient = wanted
-    try:
-        yield
-    finally:
-        _thread_state.is_lenient = False
-
-
-def _strict_but_here(error: UnicodeError) -> tuple[str | bytes, int]:
-    if isinstance(error, UnicodeDecodeError) and getattr(_thread_state, "is_lenient", False):
-        return codecs.backslashreplace_errors(error)
-    return codecs.strict_errors(error)
-
-
-def _agent_named_in(metadata: bytes) -> AgentName | None:
-    """Whose metadata these are, which NIXL writes first; None: no agent's."""
-    name_at = len(_METADATA_BEGIN) + _LENGTH_BYTES
-    if not metadata.startswith(_METADATA_BEGIN):
-        return None
-    length = int.from_bytes(metadata[len(_METADATA_BEGIN) : name_at], "little")
-    return _text(metadata[name_at : name_at + length])
-
-
-def _text(name: str | bytes) -> AgentName:
-    """An agent name as text; one that is not UTF-8 stays distinguishable."""
-    return name.decode("utf-8", "backslashreplace") if isinstance(name, bytes) else name
-
-
-def _kind(error: Exception) -> str:
-    return type(error).__name__

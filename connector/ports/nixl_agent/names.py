@@ -1,0 +1,55 @@
+"""Names of agents, which NIXL has as bytes and the port as text."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import threading
+from collections.abc import Iterator
+
+from connector.ports.nixl import AgentName
+
+_METADATA_BEGIN = b"nixlSerDes|Agent"
+_LENGTH_BYTES = 8
+"""Of an agent's metadata: what they begin with, and the length of the name that follows."""
+
+_thread_state = threading.local()
+
+
+@contextlib.contextmanager
+def lenient_decoding(wanted: bool) -> Iterator[None]:
+    """Let a call of NIXL, on this thread, replace bytes that are not UTF-8 instead of raising.
+
+    `getNotifs` takes all notifications out of the agent, and then decodes the names of their senders. If one name is
+    not UTF-8, the exception takes the notifications of all senders with it, and no call of the binding gets around
+    that: each returns the same map. What it does honour is Python's registry of codec error handlers, where "strict"
+    can be replaced. The replacement acts as before for every other call and thread. Still it is process-wide, so it is
+    made only in a process that such a sender has reached.
+    """
+    if wanted:
+        codecs.register_error("strict", _strict_but_here)
+    _thread_state.is_lenient = wanted
+    try:
+        yield
+    finally:
+        _thread_state.is_lenient = False
+
+
+def _strict_but_here(error: UnicodeError) -> tuple[str | bytes, int]:
+    if isinstance(error, UnicodeDecodeError) and getattr(_thread_state, "is_lenient", False):
+        return codecs.backslashreplace_errors(error)
+    return codecs.strict_errors(error)
+
+
+def agent_named_in(metadata: bytes) -> AgentName | None:
+    """Whose metadata these are, which NIXL writes first; None: no agent's."""
+    name_at = len(_METADATA_BEGIN) + _LENGTH_BYTES
+    if not metadata.startswith(_METADATA_BEGIN):
+        return None
+    length = int.from_bytes(metadata[len(_METADATA_BEGIN) : name_at], "little")
+    return agent_text(metadata[name_at : name_at + length])
+
+
+def agent_text(name: str | bytes) -> AgentName:
+    """An agent name as text; one that is not UTF-8 stays distinguishable."""
+    return name.decode("utf-8", "backslashreplace") if isinstance(name, bytes) else name
