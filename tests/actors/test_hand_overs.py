@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import trio
 
-from connector.ports.nixl_agent.command_queue import CommandQueue
+from connector.ports.nixl_agent.call_queue import CallQueue
 from tests.actors.engines import Engine, engine, lease_of, until
 from tests.actors.test_pull import run
 
@@ -27,15 +27,15 @@ class WakeUps(Counter[str]):
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
-        ring, queue = CommandQueue.ring, engine.port._thread._commands
+        ring, queue = CallQueue.ring, engine.port._thread._calls
 
-        def rung(rung_queue: CommandQueue[Any]) -> None:
+        def rung(rung_queue: CallQueue[Any]) -> None:
             self["agent"] += rung_queue is queue
             ring(rung_queue)
 
         token = engine.port._token
         assert token is not None
-        monkeypatch.setattr(CommandQueue, "ring", rung)
+        monkeypatch.setattr(CallQueue, "ring", rung)
         monkeypatch.setattr(engine.port, "_token", _NotingToken(token, self))
 
 

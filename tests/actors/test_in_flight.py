@@ -14,7 +14,7 @@ import pytest
 import trio
 
 from connector.config import ConnectorOptions
-from connector.ports.nixl_agent.calls import Command
+from connector.ports.nixl_agent.calls import Call
 from tests.actors.engines import Engine, engine, lease_of, parallel_engine, until
 from tests.actors.test_parallel import fill, lend
 from tests.actors.test_peers import failure_of, forget, nobody, reads
@@ -39,7 +39,7 @@ def held_up(p: Engine) -> Iterator[None]:
         stands.set()
         goes_on.wait(30.0)
 
-    assert p.port._thread.submit(Command(stand))
+    assert p.port._thread.submit(Call(stand))
     assert stands.wait(30.0)
     try:
         yield

@@ -1,11 +1,11 @@
 """The real NIXL agent. Implements `ports.nixl.NixlPort`.
 
-    port           the port: takes calls in a trio run
-    calls          what is handed to the agent's thread, and what comes back
-    command_queue  how it gets there
-    thread         the loop of that thread
-    core           the agent with everything that belongs to it
-    names          names of agents, as bytes and as text
+    port        the port: takes calls in a trio run
+    calls       what is handed to the agent's thread, and what comes back
+    call_queue  how it gets there
+    thread      the loop of that thread
+    core        the agent with everything that belongs to it
+    names       names of agents, as bytes and as text
 
 Why a thread of its own
 `transfer` may copy a whole READ before it returns (docs/nixl.md fact 19). A trio loop that made the call would stand

@@ -21,7 +21,7 @@ CLOCK = BootClock()
 
 
 class CallRefused(Exception):
-    """A command failed before or inside NIXL. Carries text only."""
+    """A call failed before or inside NIXL. Carries text only."""
 
     def __init__(self, error: str, *, transport_lost: bool = False) -> None:
         super().__init__(error)
@@ -45,17 +45,17 @@ class _Queued:
         return self._claim.acquire(blocking=False)
 
 
-class Command(_Queued):
-    """One call on its way to the agent's thread and back.
+class Call(_Queued):
+    """A call on its way to the agent's thread and back. `run` is what the thread does with the agent.
 
     `failure` is set when the call failed, `closed` when the thread ended before it came to it, else `result` holds.
     """
 
-    __slots__ = ("call", "closed", "failure", "result")
+    __slots__ = ("closed", "failure", "result", "run")
 
-    def __init__(self, call: Callable[[AgentCore], Any]) -> None:
+    def __init__(self, run: Callable[[AgentCore], Any]) -> None:
         super().__init__()
-        self.call = call
+        self.run = run
         self.result: Any = None
         self.failure: CallRefused | None = None
         self.closed = False
@@ -98,4 +98,4 @@ class ThreadEnded(msgspec.Struct, frozen=True):
     abandoned: tuple[ReadHandle, ...]
 
 
-Outgoing = Command | ThreadEnded | NixlEvent
+Outgoing = Call | ThreadEnded | NixlEvent

@@ -1,7 +1,7 @@
 """The port: takes calls in a trio run, and hands them to the agent's thread.
 
 How a call travels
-The trio task puts a command into a queue and parks. The thread runs it, and puts the outcome into a `ThreadMailbox`, as
+The trio task puts a call into a queue and parks. The thread runs it, and puts the outcome into a `ThreadMailbox`, as
 it does with events. The two threads share nothing else. Nobody parks for a READ: each turn of the trio loop that lies
 between a request and its KV may be a wait for the interpreter, while the engine keeps that busy
 (docs/performance.md).
@@ -10,8 +10,8 @@ A call that does not return (a driver or a device hangs) keeps the thread, and e
 whether READs still write. To whoever waits it looks as if all peers hung at once. So a task of the trio run looks at
 the thread now and then, and says in the log that it is this one.
 
-Cancellation: a command that the thread has not begun is withdrawn; one that it has begun is waited for (as long as that
-one NIXL call takes), so a result is never lost and needs no disposal.
+Cancellation: a call that the thread has not begun is withdrawn; one that it has begun is waited for (as long as NIXL
+takes for it), so a result is never lost and needs no disposal.
 
 What this port cannot do
 * Stop a READ; nor can NIXL.
@@ -47,7 +47,7 @@ from connector.ports.nixl import (
     PortCounts,
     ReadHandle,
 )
-from connector.ports.nixl_agent.calls import CallRefused, Command, Outgoing, ReadOrdered, ThreadEnded
+from connector.ports.nixl_agent.calls import Call, CallRefused, Outgoing, ReadOrdered, ThreadEnded
 from connector.ports.nixl_agent.core import AgentCore, Scratch
 from connector.ports.nixl_agent.thread import AgentThread
 from connector.thread_mailbox import ThreadMailbox
@@ -82,7 +82,7 @@ class RealNixlPort:
         self._early: list[NixlEvent] = []
         self.lag_seconds = 0.0
         """For how long NIXL has not come back from a call; 0 unless that is long. For any thread."""
-        self._parked: dict[Command, trio.lowlevel.Task] = {}
+        self._parked: dict[Call, trio.lowlevel.Task] = {}
         self._closing = False
         self._ended: ThreadEnded | None = None
         self._ended_event: trio.Event | None = None
@@ -233,29 +233,29 @@ class RealNixlPort:
             return list(self._thread.abandoned)
         return [*self._core.reads, *self._core.errored]
 
-    async def _call(self, operation: str, call: Callable[[AgentCore], Any]) -> Any:
-        """Run `call` on the agent's thread. Raises NixlCallFailed or PortClosed; see "Cancellation" above."""
+    async def _call(self, operation: str, run: Callable[[AgentCore], Any]) -> Any:
+        """Run something on the agent's thread. Raises NixlCallFailed or PortClosed; see "Cancellation" above."""
         await trio.lowlevel.checkpoint_if_cancelled()
         self._refuse_if_closed()
         self._attach()
-        command = Command(call)
-        self._parked[command] = trio.lowlevel.current_task()
+        call = Call(run)
+        self._parked[call] = trio.lowlevel.current_task()
         try:
-            if not self._thread.submit(command):
+            if not self._thread.submit(call):
                 raise PortClosed(self._agent_name)
 
             def withdraw(_raise_cancel: object) -> trio.lowlevel.Abort:
-                return trio.lowlevel.Abort.SUCCEEDED if command.claim() else trio.lowlevel.Abort.FAILED
+                return trio.lowlevel.Abort.SUCCEEDED if call.claim() else trio.lowlevel.Abort.FAILED
 
             await trio.lowlevel.wait_task_rescheduled(withdraw)
         finally:
-            self._parked.pop(command, None)
-        if command.closed:
+            self._parked.pop(call, None)
+        if call.closed:
             raise PortClosed(self._agent_name)
-        if command.failure is not None:
-            failure = command.failure
+        if call.failure is not None:
+            failure = call.failure
             raise NixlCallFailed(operation, failure.error, transport_lost=failure.transport_lost)
-        return command.result
+        return call.result
 
     def _refuse_if_closed(self) -> None:
         if self._closing or self._thread.ended:
@@ -300,7 +300,7 @@ class RealNixlPort:
             self._thread.close(0.0)  # nobody will ask for anything any more
 
     def _take(self, item: Outgoing) -> None:
-        if isinstance(item, Command):
+        if isinstance(item, Call):
             task = self._parked.pop(item, None)
             if task is not None:
                 trio.lowlevel.reschedule(task)

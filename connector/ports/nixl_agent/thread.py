@@ -1,11 +1,11 @@
 """The loop of the one thread that touches a NIXL agent.
 
-It takes commands from a queue, polls the READs in flight and the notifications, and hands results and events to the
+It takes calls from a queue, polls the READs in flight and the notifications, and hands results and events to the
 port.
 
 Pauses follow activity: nothing but polling makes UCX progress (there is no progress thread, it would burn a core), so
 the loop polls without pause while a poll finds work, and then pauses a fraction of the time since it last did, up to a
-ceiling that depends on what it waits for. A command ends a pause at once.
+ceiling that depends on what it waits for. A call ends a pause at once.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from connector.cpu_affinity import leave_single_cpu
 from connector.observe.log import get_logger
 from connector.ports.nixl import PortBroken, ReadEnded, ReadHandle, ReadPosted
-from connector.ports.nixl_agent.calls import CallRefused, Command, Outgoing, ReadOrdered, ThreadEnded
-from connector.ports.nixl_agent.command_queue import CommandQueue
+from connector.ports.nixl_agent.call_queue import CallQueue
+from connector.ports.nixl_agent.calls import Call, CallRefused, Outgoing, ReadOrdered, ThreadEnded
 from connector.ports.nixl_agent.core import AgentCore
 
 PAUSE_READING_SECONDS_MAX = 0.0005
@@ -44,7 +44,7 @@ POLL_WORKED_CPU_SECONDS_PER_READ = 0.000005
 one follows at once. Waiting does not count: not for a core, and not for the interpreter."""
 
 LOOK_SECONDS = 0.0002
-"""Commands that wait are run for so long before there is another look at the READs in flight."""
+"""Calls that wait are run for so long before there is another look at the READs in flight."""
 
 OPEN_PROGRESS_SECONDS = 10.0
 """How often whoever waits for the agent is told for how long."""
@@ -73,7 +73,7 @@ class AgentThread:
     ) -> None:
         self._deliver = deliver
         self._backlog = backlog
-        self._commands: CommandQueue[Command | ReadOrdered] = CommandQueue()
+        self._calls: CallQueue[Call | ReadOrdered] = CallQueue()
         self._opened = threading.Event()
         self._open_failure: CallRefused | None = None
         self._ended = threading.Event()
@@ -108,19 +108,19 @@ class AgentThread:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
-    def submit(self, queued: Command | ReadOrdered) -> bool:
+    def submit(self, queued: Call | ReadOrdered) -> bool:
         """Queue something. False (and the caller keeps it) when the thread has ended."""
-        self._commands.put(queued)
+        self._calls.put(queued)
         return not (self._ended.is_set() and queued.claim())
 
     def expect_notifications(self, expected: bool) -> None:
         self._expecting = expected
-        self._commands.ring()
+        self._calls.ring()
 
     def close(self, grace_seconds: float) -> None:
         """End the thread when no READ is in flight, or after `grace_seconds`; may be called again to hurry it."""
         self._close_at = time.monotonic() + grace_seconds
-        self._commands.ring()
+        self._calls.ring()
 
     def join(self, timeout_seconds: float) -> None:
         self._thread.join(timeout_seconds)
@@ -173,7 +173,7 @@ class AgentThread:
 
     def _refuse_queued(self) -> list[Outgoing]:
         refused: list[Outgoing] = []
-        while (queued := self._commands.take()) is not None:
+        while (queued := self._calls.take()) is not None:
             if not queued.claim():
                 continue
             if isinstance(queued, ReadOrdered):
@@ -184,7 +184,7 @@ class AgentThread:
         return refused
 
     def _serve(self, core: AgentCore) -> None:
-        """One command at a time. A burst of them hides no completion for longer than one takes, and is not slowed down
+        """One call at a time. A burst of them hides no completion for longer than one takes, and is not slowed down
         by looks at all READs after each."""
         active_at = looked_at = time.monotonic()
         notifications_at = 0.0
@@ -193,7 +193,7 @@ class AgentThread:
             self.turns += 1
             if self._execute_next(core, pause_seconds):
                 active_at = time.monotonic()
-                if active_at - looked_at < LOOK_SECONDS and not self._commands.is_empty:
+                if active_at - looked_at < LOOK_SECONDS and not self._calls.is_empty:
                     continue
             started, started_cpu = time.monotonic(), time.thread_time()
             if self._close_at is not None and (not core.reads or started >= self._close_at):
@@ -227,27 +227,25 @@ class AgentThread:
         return PAUSE_EXPECTING_SECONDS_MAX if self._expecting or core.first_reads else PAUSE_IDLE_SECONDS_MAX
 
     def _execute_next(self, core: AgentCore, pause_seconds: float) -> bool:
-        """Wait for a command and run it. False when the pause went by without one."""
-        command = self._commands.take()
-        if command is None and pause_seconds >= PAUSE_SECONDS_MIN:
-            self._commands.wait(pause_seconds)
-            command = self._commands.take()
-        if command is None:
+        """Wait for a call and run it. False when the pause went by without one."""
+        call = self._calls.take()
+        if call is None and pause_seconds >= PAUSE_SECONDS_MIN:
+            self._calls.wait(pause_seconds)
+            call = self._calls.take()
+        if call is None:
             return False
-        if command.claim():
-            self._deliver(
-                [self._post(core, command) if isinstance(command, ReadOrdered) else self._call(core, command)]
-            )
+        if call.claim():
+            self._deliver([self._post(core, call) if isinstance(call, ReadOrdered) else self._call(core, call)])
             self._tidy(core)
         return True
 
-    def _call(self, core: AgentCore, command: Command) -> Command:
+    def _call(self, core: AgentCore, call: Call) -> Call:
         try:
-            command.result = command.call(core)
+            call.result = call.run(core)
         except Exception as error:
             text, lost = core.describe(error)
-            command.failure = CallRefused(text, transport_lost=lost)
-        return command
+            call.failure = CallRefused(text, transport_lost=lost)
+        return call
 
     def _post(self, core: AgentCore, order: ReadOrdered) -> ReadPosted | ReadEnded:
         try:

@@ -1,4 +1,4 @@
-"""The agent's thread waits for commands for fractions of a millisecond, millions of times, and always comes back."""
+"""The agent's thread waits for calls for fractions of a millisecond, millions of times, and always comes back."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import time
 
 import pytest
 
-from connector.ports.nixl_agent.command_queue import CommandQueue
+from connector.ports.nixl_agent.call_queue import CallQueue
 
 WAIT_SECONDS = 0.00005
 
 
 def test_items_come_in_order() -> None:
-    queue: CommandQueue[int] = CommandQueue()
+    queue: CallQueue[int] = CallQueue()
     for number in range(3):
         queue.put(number)
     assert [queue.take() for _ in range(4)] == [0, 1, 2, None]
 
 
 def test_a_wait_ends_at_once_for_what_was_put_before_it_and_then_no_more() -> None:
-    queue: CommandQueue[int] = CommandQueue()
+    queue: CallQueue[int] = CallQueue()
     queue.put(1)
     started = time.monotonic()
     queue.wait(60.0)
@@ -32,7 +32,7 @@ def test_a_wait_ends_at_once_for_what_was_put_before_it_and_then_no_more() -> No
 
 
 def test_to_ring_twice_is_to_ring_once() -> None:
-    queue: CommandQueue[int] = CommandQueue()
+    queue: CallQueue[int] = CallQueue()
     queue.ring()
     queue.ring()
     queue.wait(5.0)
@@ -43,7 +43,7 @@ def test_to_ring_twice_is_to_ring_once() -> None:
 def test_short_waits_under_load_always_end() -> None:
     """What `queue.SimpleQueue.get(timeout)` fails: one consumer that is put off its core again and again, and that
     nobody puts anything for."""
-    queue: CommandQueue[int] = CommandQueue()
+    queue: CallQueue[int] = CallQueue()
     over = threading.Event()
 
     def compute() -> None:
