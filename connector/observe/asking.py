@@ -19,10 +19,10 @@ from connector.ports.curve_keys import CurveKeys
 from connector.ports.gate import ANYBODY, Access
 from connector.ports.host_names import HostNames
 from connector.ports.side_channel import (
-    ConnectionRefused,
+    AccessRefused,
     NameNotResolved,
-    NotAllowed,
     NotASideChannel,
+    PortRefused,
     SideChannel,
     SideChannelError,
 )
@@ -144,10 +144,10 @@ def _not_asked(address: Address, error: SideChannelError) -> NotAsked:
         case NameNotResolved():
             kind = failures.AddressNotResolved.__name__
             sentence = f"the host name {address.host} does not resolve here ({error.error})"
-        case ConnectionRefused():
+        case PortRefused():
             kind = failures.ConnectionRefused.__name__
             sentence = "nothing listens there: the engine has ended, or the address is wrong"
-        case NotAllowed():
+        case AccessRefused():
             kind = failures.NotAllowed.__name__
             sentence = f"this tool may not ask it: {error.error} (--keys)"
         case _:

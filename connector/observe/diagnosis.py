@@ -38,7 +38,7 @@ from connector.wire.inspection import (
     quarantined_blocks,
 )
 from statemachine import peer
-from statemachine.failures import ConnectionRefused, LeaseExpired, PeerLeaving
+from statemachine.failures import ConnectionRefused, LeaseExpired, NotAllowed, PeerLeaving
 
 Level = Literal["problem", "warning", "note"]
 
@@ -628,7 +628,7 @@ def _peers(engines: Sequence[EngineReport]) -> Iterator[Finding]:
                     met.setdefault((row.engine_id, row.state, row.failure), {})[rank.rank] = row
         for (engine_id, state, failure), rows in met.items():
             # Who is not allowed is not by the next attempt either, unless somebody changes keys or addresses.
-            is_now = failure == "NotAllowed" or state in ("backoff", "incompatible", "draining", "disconnecting")
+            is_now = failure == NotAllowed.__name__ or state in ("backoff", "incompatible", "draining", "disconnecting")
             detail, advice = told(failure, next(iter(rows.values())).detail)
             what = f"{_name(engine)}: prefill engine {engine_id} is {state}: {failure}: {detail}"
             if len(rows) < len(engine.ranks):

@@ -28,7 +28,7 @@ from connector.observe.asking import Address, AddressError, NotAsked, advertisem
 from connector.observe.history import best_named
 from connector.ports.gate import ANYBODY, Access
 from connector.ports.host_names import HostNames
-from connector.ports.side_channel import Link, LinkLost, NameNotResolved, SideChannel, SideChannelError
+from connector.ports.side_channel import Link, LinkEnded, NameNotResolved, SideChannel, SideChannelError
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.wire import control
 from connector.wire.bounded import DecodeFailed, shorten
@@ -492,7 +492,7 @@ class Surveyor:
                         first = answer.next
         except trio.TooSlowError:
             problem = f"{where} did not answer: the process hangs or is stopped, or a firewall drops what is sent there"
-        except (LinkLost, SideChannelError) as error:
+        except (LinkEnded, SideChannelError) as error:
             problem = f"{where} cannot be reached: {error.error}"
         except DecodeFailed as error:
             problem = f"{where} sent what is no answer: {error.detail}"
@@ -510,7 +510,7 @@ class Surveyor:
 
 
 async def _answer_to(question: Inspect, link: Link) -> Inspected:
-    """Ask until it is answered. Raises LinkLost, DecodeFailed."""
+    """Ask until it is answered. Raises LinkEnded, DecodeFailed."""
     while True:
         link.send(control.encode_request(question))
         with trio.move_on_after(ASK_AGAIN_SECONDS):

@@ -8,12 +8,13 @@ Contract
 * A `Requester` serves one exchange: `ask` sends the frames once and returns the frames of the first reply. There is
   no way to send again: after a timeout or a cancellation the requester is closed and a fresh one is made, because the
   built-in listener has no room for a request id and a late reply could be taken for the next one's.
-* `ask` raises `ConnectionRefused` as soon as an attempt to connect fails: nobody listens on that port, or there is no
-  way to the host; and when the process that listened there ends before it has greeted. A host that does not answer at
-  all is a matter of the caller's timeout.
-* A side channel may have keys, and be restricted to address ranges. `ask` raises `NotAllowed`, before it connects, for
-  an address outside of them, and as soon as the other end does not let it in, or cannot prove that it has a key that is
-  accepted here. Whoever is not let in by a listener has nothing handed out of what it sends, and is answered nothing.
+* `ask` raises `PortRefused` as soon as an attempt to connect fails: nobody listens on that port, or there is no way to
+  the host; and when the process that listened there ends before it has greeted. A host that does not answer at all is a
+  matter of the caller's timeout.
+* A side channel may have keys, and be restricted to address ranges. `ask` raises `AccessRefused`, before it connects,
+  for an address outside of them, and as soon as the other end does not let it in, or cannot prove that it has a key
+  that is accepted here. Whoever is not let in by a listener has nothing handed out of what it sends, and is answered
+  nothing.
 * `ask` raises `NameNotResolved` when the name server does not know the host, and `NotASideChannel` when something else
   than a listener of ours answers: it speaks no ZMQ, or what comes back first is not a delimited reply within the
   implementation's bounds. Waiting on would not help. While nothing answers, `reached` says how far the question came.
@@ -21,11 +22,11 @@ Contract
   connection may lead to another process. `open_link` resolves the host name and begins to connect; frames sent before
   the connection stands wait for it. Messages arrive in the order in which they were sent.
 * A link to a listener with keys needs to be told which one is expected (`server_key`); it has to be accepted here.
-  `open_link` and `Link.receive` raise `NotAllowed` as `ask` does; `receive` does so for ever.
-* `Link.receive` raises `LinkLost` as soon as the connection was refused, reset or closed by the peer (also when the
+  `open_link` and `Link.receive` raise `AccessRefused` as `ask` does; `receive` does so for ever.
+* `Link.receive` raises `LinkEnded` as soon as the connection was refused, reset or closed by the peer (also when the
   peer's process died), after it has returned what arrived before. So it does when the peer sends what is not a
   delimited message within the implementation's bounds. From then on `send` returns False and every `receive` raises
-  `LinkLost` again. What was sent shortly before may be lost without a word: only an answer proves arrival. A peer that
+  `LinkEnded` again. What was sent shortly before may be lost without a word: only an answer proves arrival. A peer that
   hangs is a matter of the caller's timeout, and so is a machine that vanished: of that a link is lost after minutes.
 * Timeouts are the caller's (trio cancel scopes). A cancelled `ask` loses nothing but its own exchange; a cancelled
   `receive`, of a link or a listener, loses nothing.
@@ -107,7 +108,7 @@ class PortUnavailable(SideChannelError):
     """Nobody can listen at this port: something listens there already, or this process may not."""
 
 
-class ConnectionRefused(SideChannelError):
+class PortRefused(SideChannelError):
     """An attempt to connect failed: nobody listens on this port, or the host cannot be reached."""
 
 
@@ -115,7 +116,7 @@ class NameNotResolved(SideChannelError):
     """The name server does not know the host, or cannot be asked. `error` is what the resolver said."""
 
 
-class NotAllowed(SideChannelError):
+class AccessRefused(SideChannelError):
     """One of the two ends does not let the other one in, or does not connect to it. `error` says which, and why."""
 
 
@@ -123,7 +124,7 @@ class NotASideChannel(SideChannelError):
     """Something accepts connections on this port and is no listener of ours. `error` says what shows it."""
 
 
-class LinkLost(SideChannelError):
+class LinkEnded(SideChannelError):
     """The connection of a link was refused or has ended. `error` says how."""
 
     listener = "control socket"
@@ -168,7 +169,7 @@ class Link(Protocol):
     async def receive(self) -> tuple[bytes, ...]:
         """The next message from the peer (frames after the delimiter). One task at a time.
 
-        Raises LinkLost, NotAllowed, trio.ClosedResourceError after `close`, and trio.BusyResourceError.
+        Raises LinkEnded, AccessRefused, trio.ClosedResourceError after `close`, and trio.BusyResourceError.
         """
         ...
 
@@ -208,7 +209,7 @@ class SideChannel(Protocol):
         """Resolve the host and begin to connect; does not wait for the connection.
 
         `server_key`: the `public_key` of the listener's channel, as the other end says. Raises SideChannelError for an
-        address that cannot be used or a name that does not resolve, and NotAllowed.
+        address that cannot be used or a name that does not resolve, and AccessRefused.
         """
         ...
 

@@ -38,11 +38,11 @@ from connector.layout.steps import Steps
 from connector.layout.verification import Match, match
 from connector.ports.nixl import AgentName, DescriptorListHandle, NixlCallFailed, PortClosed
 from connector.ports.side_channel import (
-    ConnectionRefused,
+    AccessRefused,
     Link,
     NameNotResolved,
-    NotAllowed,
     NotASideChannel,
+    PortRefused,
     Reached,
     SideChannelError,
 )
@@ -53,16 +53,17 @@ from connector.wire.bounded import RANKS_MAX, DecodeFailed
 from connector.wire.control import Hold, HoldAnswer, decode_answer, encode_request
 from connector.wire.handshake import ActorExtension, HandshakeError, HandshakeReply, decode_reply, worker_name
 from connector.wire.handshake import encode_request as encode_metadata_request
-from statemachine import failures
 from statemachine.failures import (
     AddressNotResolved,
     BadParams,
+    ConnectionRefused,
     ControlLinkLost,
     Failure,
     HandshakeMalformed,
     HandshakeRefused,
     HandshakeTimeout,
     Incompatible,
+    NotAllowed,
 )
 
 ASKED_AT_ONCE = 16
@@ -206,11 +207,11 @@ async def _ask(context: ActorContext, peer: PeerAddress, rank: RankId) -> tuple[
             with trio.move_on_after(timeout_seconds):
                 return await requester.ask([encode_metadata_request(*rank)])
             raise HandshakeError(_unanswered(peer, requester.reached, timeout_seconds))
-    except ConnectionRefused as error:
-        raise HandshakeError(failures.ConnectionRefused(peer=peer.engine_id, address=str(peer))) from error
+    except PortRefused as error:
+        raise HandshakeError(ConnectionRefused(peer=peer.engine_id, address=str(peer))) from error
     except NameNotResolved as error:
         raise HandshakeError(_not_resolved(peer, error.error)) from error
-    except NotAllowed as error:
+    except AccessRefused as error:
         raise _not_allowed(peer, error) from error
     except NotASideChannel as error:
         malformed = HandshakeMalformed(peer=peer.engine_id, address=str(peer), field="greeting", detail=error.error)
@@ -426,7 +427,7 @@ async def _open_link(context: ActorContext, peer: PeerAddress, facts: ActorExten
     except BaseException as error:
         if link is not None:
             link.close()
-        if isinstance(error, NotAllowed):
+        if isinstance(error, AccessRefused):
             raise _not_allowed(peer, error) from error
         if isinstance(error, trio.TooSlowError | SideChannelError | DecodeFailed):
             said = error.error if isinstance(error, SideChannelError) else str(error)
@@ -484,11 +485,11 @@ def _incompatible(peer: PeerAddress, mismatch: LayoutMismatch) -> HandshakeError
     )
 
 
-def _not_allowed(peer: PeerAddress, error: NotAllowed) -> HandshakeError:
+def _not_allowed(peer: PeerAddress, error: AccessRefused) -> HandshakeError:
     detail = error.error
     if (error.host, error.port) != (peer.host, peer.port):
         detail = f"its control socket at {join_address(error.host, error.port)}: {detail}"
-    return HandshakeError(failures.NotAllowed(peer=peer.engine_id, address=str(peer), detail=detail))
+    return HandshakeError(NotAllowed(peer=peer.engine_id, address=str(peer), detail=detail))
 
 
 def _refused(peer: PeerAddress, detail: str) -> HandshakeError:

@@ -17,12 +17,12 @@ import trio
 
 from connector.ports.side_channel import (
     FRAMES_TOO_MANY_MAX,
-    ConnectionRefused,
+    AccessRefused,
     Link,
-    LinkLost,
+    LinkEnded,
     Listener,
     NameNotResolved,
-    NotAllowed,
+    PortRefused,
     PortUnavailable,
     Reached,
     Requester,
@@ -64,12 +64,12 @@ class PeerProcess(ABC):
     async def kill(self) -> None: ...
 
 
-async def lost_soon(link: Link) -> LinkLost:
+async def lost_soon(link: Link) -> LinkEnded:
     """The link must be lost at once, and stay lost."""
-    with trio.fail_after(AT_ONCE_SECONDS), pytest.raises(LinkLost) as lost:
+    with trio.fail_after(AT_ONCE_SECONDS), pytest.raises(LinkEnded) as lost:
         await link.receive()
     assert not link.send([b"into the void"])
-    with pytest.raises(LinkLost):
+    with pytest.raises(LinkEnded):
         await link.receive()
     assert lost.value.error
     return lost.value
@@ -209,7 +209,7 @@ class SideChannelSuite(ABC):
             nobody = listener.port
             listener.close()
             for _ in range(3):
-                with trio.fail_after(AT_ONCE_SECONDS), pytest.raises(ConnectionRefused) as refused:
+                with trio.fail_after(AT_ONCE_SECONDS), pytest.raises(PortRefused) as refused:
                     await channel.connect(HOST, nobody).ask([b"anybody?"])
                 assert (refused.value.host, refused.value.port) == (HOST, nobody)
 
@@ -220,7 +220,7 @@ class SideChannelSuite(ABC):
             async with self.peer_process(channel) as peer:
                 assert await channel.connect(peer.host, peer.port).ask([b"hello"]) == (b"hello",)
                 await peer.kill()
-                with trio.fail_after(AT_ONCE_SECONDS), pytest.raises(ConnectionRefused):
+                with trio.fail_after(AT_ONCE_SECONDS), pytest.raises(PortRefused):
                     await channel.connect(peer.host, peer.port).ask([b"hello?"])
 
         self.run(scenario)
@@ -541,7 +541,7 @@ class SideChannelSuite(ABC):
             listener = channel.listen(HOST, 0)
             nobody = listener.port
             listener.close()
-            with pytest.raises(ConnectionRefused):  # a real port may take a moment
+            with pytest.raises(PortRefused):  # a real port may take a moment
                 await channel.connect(HOST, nobody).ask([b"anybody?"])
             link = await channel.open_link(HOST, nobody)
             link.send([b"anybody?"])  # false if the refusal has come already
@@ -747,7 +747,7 @@ class SideChannelSuite(ABC):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(serve, listener, answer)
                 for turn in range(5):
-                    with trio.fail_after(AT_ONCE_SECONDS), pytest.raises(NotAllowed) as refused:
+                    with trio.fail_after(AT_ONCE_SECONDS), pytest.raises(AccessRefused) as refused:
                         await stranger.connect(HOST, listener.port).ask([b"let me in"])
                     assert (refused.value.host, refused.value.port) == (HOST, listener.port)
                     assert refused.value.error
@@ -764,7 +764,7 @@ class SideChannelSuite(ABC):
             link = await stranger.open_link(HOST, listener.port, guarded.public_key)
             link.send([b"let me in"])  # false if the refusal has come already
             for _ in range(2):
-                with trio.fail_after(AT_ONCE_SECONDS), pytest.raises(NotAllowed):
+                with trio.fail_after(AT_ONCE_SECONDS), pytest.raises(AccessRefused):
                     await link.receive()
                 assert not link.send([b"into the void"])
             assert known.send([b"hello"])
@@ -782,7 +782,7 @@ class SideChannelSuite(ABC):
 
             async def knock() -> None:
                 nonlocal refused
-                with pytest.raises(NotAllowed):
+                with pytest.raises(AccessRefused):
                     await stranger.connect(HOST, listener.port).ask([b"let me in"])
                 refused += 1
 

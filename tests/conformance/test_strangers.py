@@ -19,7 +19,7 @@ import zmq
 from connector.ports import curve_keys, tcp, zmq_bridge
 from connector.ports.curve_keys import CurveKeys, KeyDirectoryError, make_pair
 from connector.ports.gate import Access, Gate
-from connector.ports.side_channel import ConnectionRefused, LinkLost, NotAllowed, NotASideChannel, SideChannel
+from connector.ports.side_channel import AccessRefused, LinkEnded, NotASideChannel, PortRefused, SideChannel
 from connector.ports.zmq_bridge import ZmqLink, ZmqSideChannel
 from connector.ports.zmq_bridge.refusals import NO_KEY_HERE, NOT_LET_IN
 from statemachine import admission
@@ -69,7 +69,7 @@ async def ask(
 
 async def refusal(channel: SideChannel, port: int, host: str = HOST) -> str:
     """What is said to somebody who is not let in, at once."""
-    with pytest.raises(NotAllowed) as refused:
+    with pytest.raises(AccessRefused) as refused:
         await ask(channel, port, host=host, seconds=AT_ONCE_SECONDS)
     return refused.value.error
 
@@ -151,7 +151,7 @@ def test_nothing_connects_to_where_it_may_not(host: str) -> None:
             port = door.getsockname()[1]
             said = await refusal(channel, port, host)
             assert "not in allowed_peers of this engine" in said
-            with pytest.raises(NotAllowed):
+            with pytest.raises(AccessRefused):
                 await channel.open_link(host, port)
             await trio.sleep(0.2)
             with pytest.raises(BlockingIOError):
@@ -275,11 +275,11 @@ def test_a_link_needs_the_key_of_its_listener(fleet: Fleet, told: str) -> None:
         with closing(one.channel()) as serving, closing(other.channel()) as asking:
             listener = serving.listen(HOST, 0)
             key = None if told == "nothing" else stranger.keys().public_key.decode()
-            with pytest.raises(NotAllowed):
+            with pytest.raises(AccessRefused):
                 await asking.open_link(HOST, listener.port, key)
             # Another key, which is accepted: it is not the one of this listener.
             link = await asking.open_link(HOST, listener.port, other.keys().public_key.decode())
-            with trio.fail_after(AT_ONCE_SECONDS), pytest.raises(LinkLost):
+            with trio.fail_after(AT_ONCE_SECONDS), pytest.raises(LinkEnded):
                 await link.receive()
 
     run(main)
@@ -503,7 +503,7 @@ def test_no_engine_without_keys_is_asked_unless_that_is_allowed(fleet: Fleet) ->
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(served.run)
                 await refusal(asking, served.port)
-                with pytest.raises(NotAllowed):
+                with pytest.raises(AccessRefused):
                     await asking.open_link(HOST, served.port)
                 nursery.cancel_scope.cancel()
             assert served.heard == []
@@ -564,7 +564,7 @@ def test_a_stranger_costs_nothing(fleet: Fleet, kind: str) -> None:
 
                 async def knock() -> None:
                     async with limit:
-                        with pytest.raises(NotAllowed):
+                        with pytest.raises(AccessRefused):
                             await stranger.connect(HOST, served.port).ask([b"let me in"])
 
                 async with trio.open_nursery() as strangers:
@@ -668,7 +668,7 @@ def test_nobody_is_let_in_when_there_is_no_gate(fleet: Fleet) -> None:
             serving._gate.close()
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(served.run)
-                with trio.move_on_after(1.0), contextlib.suppress(NotAllowed, ConnectionRefused):
+                with trio.move_on_after(1.0), contextlib.suppress(AccessRefused, PortRefused):
                     await asking.connect(HOST, served.port).ask([b"hello"])
                     raise AssertionError("it was let in")
                 nursery.cancel_scope.cancel()

@@ -23,10 +23,10 @@ import zmq
 
 from connector.ports import zmq_bridge
 from connector.ports.side_channel import (
-    ConnectionRefused,
-    LinkLost,
+    LinkEnded,
     NameNotResolved,
     NotASideChannel,
+    PortRefused,
     Reached,
     SideChannel,
 )
@@ -341,7 +341,7 @@ class TestZmqSideChannel(SideChannelSuite):
 
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(die)
-                    with trio.fail_after(SOON_SECONDS), pytest.raises(ConnectionRefused):
+                    with trio.fail_after(SOON_SECONDS), pytest.raises(PortRefused):
                         await requester.ask([b"get"])
 
         self.run(scenario)
@@ -464,7 +464,7 @@ class TestZmqSideChannel(SideChannelSuite):
         async def scenario(channel: SideChannel) -> None:
             with babbler(zmtp.endless()) as port:
                 link = await channel.open_link(HOST, port)
-                with pytest.raises(LinkLost, match="message without end"):
+                with pytest.raises(LinkEnded, match="message without end"):
                     await link.receive()
                 assert not link.send([b"still there?"])
 
@@ -530,7 +530,7 @@ class TestZmqSideChannel(SideChannelSuite):
                 await trio.sleep(0.5)
                 assert all(link.send([b"still there?"]) for link in links)
                 port = stack.enter_context(babbler(zmtp.endless(part), times=7))
-                with pytest.raises(LinkLost, match="message without end"):
+                with pytest.raises(LinkEnded, match="message without end"):
                     await (await channel.open_link(HOST, port)).receive()
                 assert all(link.send([b"still there?"]) for link in links)
 
@@ -708,12 +708,12 @@ class TestZmqSideChannel(SideChannelSuite):
                 for turn in range(1000):
                     assert await channel.connect(HOST, listener.port).ask([b"%d" % turn]) == (b"%d" % turn,)
                 for _ in range(100):
-                    with trio.move_on_after(0.001), suppress(ConnectionRefused):
+                    with trio.move_on_after(0.001), suppress(PortRefused):
                         await channel.connect(HOST, nobody).ask([b"nobody listens there"])
                 for turn in range(200):
                     link = await channel.open_link(HOST, listener.port if turn % 2 else nobody)
                     if turn % 4 < 2:
-                        with suppress(LinkLost), trio.move_on_after(0.002):
+                        with suppress(LinkEnded), trio.move_on_after(0.002):
                             await link.receive()
                     link.close()
                 for _ in range(20):

@@ -15,7 +15,7 @@ import time
 import trio
 
 from connector.ports import zmq_bridge
-from connector.ports.side_channel import LinkLost
+from connector.ports.side_channel import LinkEnded
 from connector.ports.zmq_bridge import ZmqSideChannel
 from tests.conformance.side_channel_suite import HOST, serve
 
@@ -46,7 +46,7 @@ async def main() -> None:
         with trio.move_on_after(GIVEN_UP_SECONDS):
             try:
                 await link.receive()
-            except LinkLost as error:
+            except LinkEnded as error:
                 print(f"lost after {time.monotonic() - begun:.1f} s: {error.error}")  # noqa: T201
         nursery.cancel_scope.cancel()
     channel.close()

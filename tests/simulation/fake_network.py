@@ -26,11 +26,11 @@ import trio
 from connector.clock import to_ns
 from connector.ports.side_channel import (
     FRAMES_TOO_MANY_MAX,
-    ConnectionRefused,
-    LinkLost,
+    AccessRefused,
+    LinkEnded,
     ListenerCounts,
     NameNotResolved,
-    NotAllowed,
+    PortRefused,
     PortUnavailable,
     Reached,
     ReplyAddress,
@@ -320,9 +320,9 @@ class FakeRequester:
         if self._reply is not None:
             return self._reply
         if self._is_refused:
-            raise ConnectionRefused(self._host, self._port, REFUSED)
+            raise PortRefused(self._host, self._port, REFUSED)
         if self._is_rejected:
-            raise NotAllowed(self._host, self._port, NOT_LET_IN)
+            raise AccessRefused(self._host, self._port, NOT_LET_IN)
         raise trio.ClosedResourceError
 
     def take_in(self, frames: tuple[bytes, ...]) -> None:
@@ -411,8 +411,8 @@ class FakeLink:
         if self._arrived:
             return self._arrived.popleft()
         if self._is_refused:
-            raise NotAllowed(self.host, self.port, NOT_LET_IN)
-        raise LinkLost(self.host, self.port, self._lost or "")
+            raise AccessRefused(self.host, self.port, NOT_LET_IN)
+        raise LinkEnded(self.host, self.port, self._lost or "")
 
     def establish(self, listener: FakeListener) -> None:
         """Its first packet has arrived."""

@@ -29,7 +29,7 @@ from connector.observe.log import log_crash
 from connector.ports.doorman import Doorman, connections_max
 from connector.ports.gate import ANYBODY, Access, Gate
 from connector.ports.host_names import HostNames
-from connector.ports.side_channel import NotAllowed, PortUnavailable, SideChannelError
+from connector.ports.side_channel import AccessRefused, PortUnavailable, SideChannelError
 from connector.ports.zmq_bridge.frames import Socket, endpoint
 from connector.ports.zmq_bridge.link import (
     LINK_FRAME_BYTES_MAX,
@@ -144,10 +144,10 @@ class ZmqSideChannel:
         return self.access.keys is None or self.access.allows_insecure
 
     async def numeric_address(self, host: str, port: int) -> str:
-        """The address of `host`, if this channel may connect to it. Raises NameNotResolved and NotAllowed."""
+        """The address of `host`, if this channel may connect to it. Raises NameNotResolved and AccessRefused."""
         address = await self._host_names.address(host, port)
         if not self.access.allows_address(address):
-            raise NotAllowed(host, port, NOT_A_PEER.format(address=address))
+            raise AccessRefused(host, port, NOT_A_PEER.format(address=address))
         return address
 
     async def keys_to_try(self, host: str, port: int) -> Iterator[bytes | None]:
@@ -293,18 +293,18 @@ class ZmqSideChannel:
         return made
 
     async def _link_key(self, host: str, port: int, server_key: str | None) -> bytes | None:
-        """The key to expect of a listener that says that it has this one. Raises NotAllowed."""
+        """The key to expect of a listener that says that it has this one. Raises AccessRefused."""
         keys = self.access.keys
         if server_key is None:
             if not self.may_be_insecure:
-                raise NotAllowed(host, port, NO_KEY_THERE)
+                raise AccessRefused(host, port, NO_KEY_THERE)
             return None
         if keys is None:
-            raise NotAllowed(host, port, NO_KEY_HERE)
+            raise AccessRefused(host, port, NO_KEY_HERE)
         await keys.look_again()
         key = server_key.encode()
         if key not in keys.accepted:
-            raise NotAllowed(host, port, OTHER_KEY.format(count=len(keys.accepted)))
+            raise AccessRefused(host, port, OTHER_KEY.format(count=len(keys.accepted)))
         return key
 
     def _open_gate(self) -> Gate:

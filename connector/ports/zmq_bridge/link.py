@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import trio
 import zmq
 
-from connector.ports.side_channel import LinkLost, NotAllowed
+from connector.ports.side_channel import AccessRefused, LinkEnded
 from connector.ports.zmq_bridge.frames import Socket, receive_bounded, wire_bytes
 from connector.ports.zmq_bridge.monitor import Monitor
 from connector.ports.zmq_bridge.refusals import ENDED, ENDLESS, NOT_LET_IN, REFUSED
@@ -115,8 +115,8 @@ class ZmqLink:
         if self._arrived:
             return self._arrived.popleft()
         if self._is_refused:
-            raise NotAllowed(self._host, self._port, NOT_LET_IN)
-        raise LinkLost(self._host, self._port, self._lost or "")
+            raise AccessRefused(self._host, self._port, NOT_LET_IN)
+        raise LinkEnded(self._host, self._port, self._lost or "")
 
     def _look_at_connection(self) -> None:
         """Notice the end of the connection."""

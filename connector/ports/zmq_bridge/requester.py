@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import trio
 import zmq
 
-from connector.ports.side_channel import ConnectionRefused, NotAllowed, NotASideChannel, Reached, SideChannelError
+from connector.ports.side_channel import AccessRefused, NotASideChannel, PortRefused, Reached, SideChannelError
 from connector.ports.zmq_bridge.frames import Socket, endpoint, receive_bounded
 from connector.ports.zmq_bridge.monitor import Monitor
 from connector.ports.zmq_bridge.refusals import (
@@ -86,7 +86,7 @@ class ZmqRequester:
         return self._reached if self._monitor is None else self._monitor.reached
 
     async def ask(self, frames: Sequence[bytes]) -> tuple[bytes, ...]:
-        """Raises NameNotResolved, ConnectionRefused and NotASideChannel; SideChannelError when no socket can be had."""
+        """Raises NameNotResolved, PortRefused and NotASideChannel; SideChannelError when no socket can be had."""
         if self._closed:
             raise trio.ClosedResourceError("this requester is closed")
         if self._asked:
@@ -122,8 +122,8 @@ class ZmqRequester:
         elif keys is not None and not self._channel.may_be_insecure:
             error = NO_KEY_THERE
         else:
-            raise ConnectionRefused(self._host, self._port, ENDED)
-        raise NotAllowed(self._host, self._port, error)
+            raise PortRefused(self._host, self._port, ENDED)
+        raise AccessRefused(self._host, self._port, error)
 
     async def _attempt(self, address: str, frames: Sequence[bytes], key: bytes | None) -> tuple[bytes, ...] | None:
         """Ask a server that has this key; None: it has another one, or is something else."""
@@ -149,9 +149,9 @@ class ZmqRequester:
                 break
             monitor.catch_up()
             if monitor.connection_failed:
-                raise ConnectionRefused(self._host, self._port, REFUSED)
+                raise PortRefused(self._host, self._port, REFUSED)
             if monitor.refused:
-                raise NotAllowed(self._host, self._port, NOT_LET_IN)
+                raise AccessRefused(self._host, self._port, NOT_LET_IN)
             if monitor.disconnected and not monitor.greeted:
                 await trio.lowlevel.checkpoint()
                 return None
@@ -181,7 +181,7 @@ class ZmqRequester:
     async def _look_at_greeting(self, address: str) -> bytes:
         """The mechanism of security that the server names in its greeting.
 
-        Raises NotASideChannel when it does not greet, and ConnectionRefused when nobody listens any more.
+        Raises NotASideChannel when it does not greet, and PortRefused when nobody listens any more.
         """
         said = b""
         try:
@@ -192,7 +192,7 @@ class ZmqRequester:
                         while len(said) < GREETING_BYTES and (more := await stream.receive_some(GREETING_BYTES)):
                             said += more
         except OSError as error:
-            raise ConnectionRefused(self._host, self._port, REFUSED) from error
+            raise PortRefused(self._host, self._port, REFUSED) from error
         if not said.startswith(GREETING_FIRST_BYTE):
             raise self._something_else(
                 "it closes the connection instead of greeting as ZMQ does, or has shut this address out"

@@ -846,7 +846,7 @@ PORTS = (
         changes=(
             Edit(
                 ZmqRequester._look_at_greeting,
-                "raise ConnectionRefused(self._host, self._port, REFUSED) from error",
+                "raise PortRefused(self._host, self._port, REFUSED) from error",
                 "pass",
             ),
         ),
