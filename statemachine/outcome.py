@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from statemachine.kernel import Effect
-from statemachine.trace import Noted, Observer, StepSeen
+from statemachine.trace import Note, Observer, StepSeen
 
 
 class Outcome:
@@ -25,7 +25,7 @@ class Outcome:
         self.effects: list[Effect] = []
         self.steps: list[StepSeen] = []
         self.observe = observe
-        self._note: Callable[[Noted], object] | None = None
+        self._note: Callable[[Note], object] | None = None
         self._whose: object = None
         if observe is not None:
             self._note, self._whose = observe

@@ -75,7 +75,7 @@ that was made."""
 LogSteps: TypeAlias = Callable[[str, Hashable, Any, Event | None, Any], None]
 """Told of single steps, by the fields of `StepSeen`."""
 
-Noted: TypeAlias = tuple[Any, int, list[StepSeen]]
+Note: TypeAlias = tuple[Any, int, list[StepSeen]]
 """Whose steps they are, when they were made, and all of them that one event, or what was due, has led to."""
 
 
@@ -87,7 +87,7 @@ class Observer(NamedTuple):
         whose: tells this core from the others that note to the same place.
     """
 
-    note: Callable[[Noted], object]
+    note: Callable[[Note], object]
     whose: Any = None
 
     def __call__(self, now_ns: int, steps: list[StepSeen]) -> None:
@@ -96,7 +96,7 @@ class Observer(NamedTuple):
 
 def observer_of(tell: Callable[[int, list[StepSeen]], None]) -> Observer:
     """One that tells a function when the steps were made, and which."""
-    return Observer(lambda noted: tell(*noted[1:]))
+    return Observer(lambda note: tell(*note[1:]))
 
 
 class TraceSink(Protocol):
