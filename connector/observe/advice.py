@@ -36,7 +36,10 @@ WHAT_TO_DO: dict[str, str] = {
         "check that the port is P's side channel and not another server, and the versions of both; does P's log say "
         "that it has shut this address out?"
     ),
-    "HandshakeRefused": "the line says why; if a worker of P has died, restart P",
+    "HandshakeRefused": (
+        "the line says why; if it names UCX's port, see whether engines reach each other's ports of UCX in both "
+        "directions (UCX_TCP_PORT_RANGE); if a worker of P has died, restart P"
+    ),
     "NotAllowed": (
         "compare allowed_peers and curve_directory of both engines; does each have the other's public key? "
         "(docs/operations/security.md)"
@@ -47,7 +50,10 @@ WHAT_TO_DO: dict[str, str] = {
     ),
     "ControlLinkLost": "see whether P's worker died, and whether D can reach its port; it is connected again by itself",
     "PeerSilent": "see whether P hangs or is stopped, or the network to it; it is connected again once it answers",
-    "ReadNeverEnded": "see whether P hangs, or the network between P and D; its blocks come back when the READs end",
+    "ReadNeverEnded": (
+        "see whether P hangs, or the network between P and D, or whether a firewall closes ports of UCX "
+        "(UCX_TCP_PORT_RANGE) in one direction; its blocks come back when the READs end"
+    ),
     "PeerBackoff": "correct what made P fail; it is tried again by itself",
     "PeerRetired": "prefill again: the engine that lent these blocks was replaced or forgotten",
     "PeerLeaving": (

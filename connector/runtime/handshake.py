@@ -151,7 +151,9 @@ async def connect(context: ActorContext, peer: PeerAddress, owner: AgentOwner) -
     try:
         return await _load(context, peer, owner, ranks, replies, plan, matches)
     except (NixlCallFailed, PortClosed) as error:
-        raise _refused(peer, f"NIXL refused its metadata: {error}") from error
+        # UCX connects over tcp while NIXL loads an agent (docs/nixl.md fact 30).
+        found = f"NIXL of this engine could not connect to P's UCX port, or refused its metadata: {error}"
+        raise _refused(peer, found) from error
 
 
 async def disconnect(
