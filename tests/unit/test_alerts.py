@@ -6,8 +6,10 @@ unpacks it) those tests skip, and the names and labels in the expressions are ch
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,8 @@ MINUTES = 30
 # --- names and labels -------------------------------------------------------------------------------------------------
 
 _NAME = re.compile(r"(vllm:\w+)(\{[^}]*\})?")
+_OF_A_PROCESS = re.compile(r"\b(?:up|process_start_time_seconds)(\{[^}]*\})")
+"""What Prometheus, and its library in vLLM's process, have of every target."""
 _COMMAND = re.compile(r"`(?:nixl-actor (?:ps|why|doctor|trace)\b|py-spy |(?:sum|count)\b[^`]*\(vllm:)")
 """What an operator can paste: a command, or a query for Prometheus."""
 _CONDITION = re.compile(r'(\w+)\s*(=~|!~|!=|=)\s*"([^"]*)"')
@@ -98,8 +102,34 @@ def test_what_is_wrong_in_an_expression_is_found() -> None:
 
 @pytest.mark.parametrize("name", RULES)
 def test_an_alert_asks_for_what_exists(name: str) -> None:
-    assert _NAME.search(RULES[name]["expr"])
+    assert _NAME.search(RULES[name]["expr"]) or _OF_A_PROCESS.search(RULES[name]["expr"])
     assert wrong_in(RULES[name]["expr"]) == []
+
+
+def test_alerts_about_a_process_ask_for_those_that_are_scraped_here_and_for_no_others() -> None:
+    jobs = {each["job_name"] for each in yaml.safe_load(SCRAPE.read_text())["scrape_configs"]}
+    asked = [labels for rule in RULES.values() for labels in _OF_A_PROCESS.findall(rule["expr"])]
+    assert len(asked) == 5
+    for labels in asked:
+        ((label, operator, value),) = _CONDITION.findall(labels)
+        assert (label, operator) == ("job", "=~")
+        assert {job for job in (*jobs, "prometheus", "node") if re.fullmatch(value, job)} == jobs
+
+
+@pytest.mark.parametrize("api_servers", [1, 2])
+def test_the_start_of_a_process_is_on_the_page_of_one_api_server(api_servers: int, tmp_path: Path) -> None:
+    """With several there is no such series, which is why the alert asks for `up` too."""
+    page = (
+        "from prometheus_client import generate_latest\n"
+        "from vllm.v1.metrics.prometheus import get_prometheus_registry\n"
+        "print(generate_latest(get_prometheus_registry()).decode())"
+    )
+    variables = {name: value for name, value in os.environ.items() if name != "PROMETHEUS_MULTIPROC_DIR"}
+    if api_servers > 1:  # as vLLM's setup_multiprocess_prometheus does
+        variables["PROMETHEUS_MULTIPROC_DIR"] = str(tmp_path)
+    done = subprocess.run([sys.executable, "-c", page], capture_output=True, text=True, timeout=250, env=variables)
+    assert done.returncode == 0, done.stderr
+    assert ("\nprocess_start_time_seconds " in done.stdout) == (api_servers == 1)
 
 
 def test_an_alert_compares_only_what_is_counted_alike() -> None:
@@ -157,6 +187,10 @@ def on_p(name: str, values: str, labels: str = "") -> dict[str, str]:
 
 def on_d(name: str, values: str, labels: str = "") -> dict[str, str]:
     return {"series": f"vllm:{name}{{{ON_D}{labels and f', {labels}'}}}", "values": values}
+
+
+def of_process(name: str, values: str) -> dict[str, str]:
+    return {"series": f'{name}{{instance="d", job="vllm"}}', "values": values}
 
 
 def samples_of(name: str, bound: str, labels: str = "") -> list[dict[str, str]]:
@@ -223,6 +257,36 @@ def build(name: str, version: str) -> dict[str, str]:
 
 
 CASES: dict[str, tuple[list[list[dict[str, str]]], list[list[dict[str, str]]]]] = {
+    "NixlActorEngineGone": (
+        [
+            [of_process("up", "1x40 0x10")],
+            # It has never answered, for more than half an hour.
+            [of_process("up", "0x50")],
+        ],
+        [
+            [of_process("up", "1x50")],
+            [of_process("up", "1x48 0x2")],
+            # It loads its model since it is scraped.
+            [of_process("up", "_x30 0x20")],
+            [{"series": 'up{instance="n", job="node"}', "values": "1x40 0x10"}],
+        ],
+    ),
+    "NixlActorEngineRestarts": (
+        [
+            [of_process("process_start_time_seconds", "1000x9 1600x9 2200x4 2500x9")],
+            [of_process("up", "1x5 0x2 1x5 0x2 1x5 0x2 1x9")],
+            # Each start takes less than a minute.
+            [
+                of_process("process_start_time_seconds", "1000x9 1600x9 2200x4 2500x9"),
+                of_process("up", "1x30"),
+            ],
+        ],
+        [
+            [of_process("process_start_time_seconds", "1000x30"), of_process("up", "1x30")],
+            [of_process("process_start_time_seconds", "1000x9 1600x20"), of_process("up", "1x9 0x3 1x20")],
+            [of_process("process_start_time_seconds", "1000x9 1600x4 2200x20"), of_process("up", "1x9 0x3 1x20")],
+        ],
+    ),
     "NixlActorDown": ([[on_d("nixl_actor_up", "1x5 0x25")]], [[on_d("nixl_actor_up", flat(1))]]),
     "NixlActorLoopStuck": (
         [[on_d("nixl_actor_loop_lag_seconds", f"0x20 0+60x{MINUTES - 20}")]],
@@ -328,7 +392,7 @@ CASES: dict[str, tuple[list[list[dict[str, str]]], list[list[dict[str, str]]]]] 
 """By alert: series with which it fires at the end, and series with which it does not."""
 
 
-EVALUATED_AT = {"NixlActorVersionsDiffer": 45}
+EVALUATED_AT = {"NixlActorVersionsDiffer": 45, "NixlActorEngineGone": 50}
 """In minutes, where it is not the end of the series."""
 
 
@@ -340,6 +404,8 @@ def test_every_alert_has_both_cases() -> None:
 def test_the_series_of_the_cases_exist() -> None:
     for both in CASES.values():
         for series in (each for cases in both for case in cases for each in case):
+            if _OF_A_PROCESS.fullmatch(series["series"]):
+                continue
             name, labels = re.fullmatch(r"(vllm:\w+)\{(.*)\}", series["series"]).groups()  # type: ignore[union-attr]
             metric = metric_shown_as(name)
             assert metric is not None, name
