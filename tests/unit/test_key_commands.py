@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import time
 from pathlib import Path
 
@@ -14,6 +16,8 @@ from connector.ports.curve_keys import CurveKeys
 from connector.wire.signatures import ParamsKeys, parse_keys
 
 runner = CliRunner()
+
+SECURITY = Path(__file__).parents[2] / "docs" / "operations" / "security.md"
 
 
 def keys(*arguments: str) -> Result:
@@ -55,6 +59,58 @@ def test_a_pair_is_never_overwritten(tmp_path: Path) -> None:
     before = CurveKeys(str(tmp_path)).public_key
     assert keys("curve", str(tmp_path), "--name", "b").exit_code == 2
     assert CurveKeys(str(tmp_path)).public_key == before
+
+
+def copied(key: Path, *directories: Path) -> None:
+    for each in directories:
+        shutil.copyfile(key, each / "accepted" / key.name)
+
+
+def accepted_by(directory: Path) -> list[str]:
+    return sorted(CurveKeys(str(directory)).accepted.values())
+
+
+def accepts(one: Path, other: Path) -> bool:
+    """Whether one lets the other in."""
+    return CurveKeys(str(other)).public_key in CurveKeys(str(one)).accepted
+
+
+def test_a_pair_that_is_there_is_refused_with_what_to_do_instead(tmp_path: Path) -> None:
+    directory = tmp_path / "prefill"
+    done("curve", str(directory))
+    for again in ([], ["--name", "prefill-2"]):
+        result = keys("curve", str(directory), *again)
+        assert result.exit_code == 2
+        said = result.output.translate(str.maketrans("", "", "\n │"))  # folded to a box
+        assert "isalreadythere,andnothingisoverwritten" in said
+        assert "anotherdirectoryunderanothername(--name)" in said
+        assert "docs/operations/security.md" in said
+    assert accepted_by(directory) == ["prefill"]
+
+
+def test_a_pair_is_rolled_by_the_steps_of_the_documentation(tmp_path: Path) -> None:
+    """At each step engines with either pair and a decode engine accept each other, if they did before."""
+    prefill, decode, rolled = (tmp_path / name for name in ("prefill", "decode", "prefill-2"))
+    done("curve", str(prefill))
+    done("curve", str(decode))
+    copied(prefill / "accepted" / "prefill.key", decode)
+    copied(decode / "accepted" / "decode.key", prefill)
+
+    section = SECURITY.read_text().partition("To roll a pair")[2].partition("Deleting a key")[0]
+    (command,) = re.findall(r"`nixl-actor (keys curve [^`]*)`", section)
+    result = runner.invoke(app, command.replace("/etc/kv", str(tmp_path)).split())
+    assert result.exit_code == 0, result.output
+    assert f"`/etc/kv/{rolled.name}/accepted/prefill-2.key`" in section
+    copied(rolled / "accepted" / "prefill-2.key", prefill, decode)
+    assert accepted_by(decode) == ["decode", "prefill", "prefill-2"]
+    for name in ("prefill.key", "decode.key"):
+        copied(prefill / "accepted" / name, rolled)
+    for one, other in ((prefill, decode), (rolled, decode), (rolled, prefill)):
+        assert accepts(one, other)
+        assert accepts(other, one)
+    for each in (rolled, decode):
+        (each / "accepted" / "prefill.key").unlink()
+    assert accepted_by(rolled) == accepted_by(decode) == ["decode", "prefill-2"]
 
 
 def test_a_file_of_keys_is_rolled(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def curve(
         str | None, typer.Option(help="Whose keys they are, for people; otherwise the name of the directory.")
     ] = None,
 ) -> None:
-    """Make a pair of keys for the side channel and the control sockets."""
+    """Make a pair of keys for the side channel and the control sockets. One that is there is never overwritten."""
     from connector.ports.curve_keys import make_pair
 
     name = directory.resolve().name if name is None else name
@@ -43,6 +43,11 @@ def curve(
         raise typer.BadParameter(f"{name!r} is not 1 to 64 letters, digits, dots, underscores or hyphens")
     try:
         own, public = make_pair(directory, name)
+    except FileExistsError as error:
+        raise typer.BadParameter(
+            f"{error.filename} is already there, and nothing is overwritten. To roll the pair, make the new one in "
+            "another directory under another name (--name), and follow docs/operations/security.md, Keys for sockets"
+        ) from None
     except OSError as error:
         raise typer.BadParameter(str(error)) from None
     typer.echo(f"{own}: the secret of {name}, for nobody else")
