@@ -18,6 +18,7 @@ from connector.observe.asking import parse_address
 from tests.unit.serve_arguments import serve_arguments, transfer_config
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+SCRAPE = EXAMPLES.parent / "operations" / "prometheus" / "scrape.yaml"
 POD_ADDRESS = {"fieldRef": {"fieldPath": "status.podIP"}}
 NAMESPACE = {"fieldRef": {"fieldPath": "metadata.namespace"}}
 ENGINES = ("prefill", "decode")
@@ -125,6 +126,19 @@ def test_engines_on_one_host_have_ports_of_their_own_and_are_where_the_router_lo
     assert router.prefill_urls == [(urls["prefill"], None)]
     assert router.decode_urls == [urls["decode"]]
     assert router.port not in [port_of(services[name]["command"]) for name in ENGINES]
+
+
+def test_prometheus_asks_the_engines_of_the_examples() -> None:
+    jobs = {each["job_name"]: each for each in yaml.safe_load(SCRAPE.read_text())["scrape_configs"]}
+    services = compose()["services"]
+    assert all(services[name]["network_mode"] == "host" for name in ENGINES)
+    (static,) = jobs["vllm"]["static_configs"]
+    assert static["targets"] == [f"127.0.0.1:{port_of(services[name]['command'])}" for name in ENGINES]
+    (by_name,) = jobs["vllm-pods"]["dns_sd_configs"]
+    assert by_name["names"] == [f"{name}.default.svc.cluster.local" for name in ENGINES]
+    for name, deployment in zip(ENGINES, deployments(), strict=True):
+        assert objects("Service")[name]["spec"]["clusterIP"] == "None"
+        assert by_name["port"] == port_of(container_of(deployment)["args"])
 
 
 def test_engines_on_one_host_use_a_device_each_and_may_open_each_others_memory() -> None:
