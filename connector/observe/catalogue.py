@@ -21,7 +21,14 @@ from typing import Any, Literal
 
 from connector.observe.traced import MACHINES, QUEUED
 from statemachine import hold, lease, lending, peer, remote_engine, request
-from statemachine.failures import ConnectionCutOff, ConsumerUnknown, Failure, MessageMalformed, NotificationsDropped
+from statemachine.failures import (
+    ConnectionCutOff,
+    ConsumerUnknown,
+    Failure,
+    LeaseExpired,
+    MessageMalformed,
+    NotificationsDropped,
+)
 from statemachine.kernel import Machine
 
 PREFIX = "vllm:nixl_actor_"
@@ -94,8 +101,10 @@ def kinds(failure: type[Failure] = Failure) -> Iterator[str]:
         yield from kinds(derived)
 
 
-_SAID_ONLY = {each.__name__ for each in (MessageMalformed, NotificationsDropped, ConnectionCutOff, ConsumerUnknown)}
-"""Failures that are logged, and end nothing."""
+_SAID_ONLY = {
+    each.__name__ for each in (MessageMalformed, NotificationsDropped, ConnectionCutOff, ConsumerUnknown, LeaseExpired)
+}
+"""Failures that the engine which lends logs, and that end no request and no connection."""
 
 ENDING_KINDS = tuple(sorted(kind for kind in kinds() if kind not in _SAID_ONLY))
 
@@ -404,7 +413,7 @@ FAILED_BY_KIND = Metric(
     "client went away); one for each rank.",
     side="D",
     labels=("reason",),
-    series=tuple((kind,) for kind in kinds()),
+    series=tuple((kind,) for kind in ENDING_KINDS),
 )
 QUARANTINED = Metric(
     name=f"{PREFIX}quarantined_receives",

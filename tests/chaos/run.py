@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 
-from connector.observe.catalogue import COMPLETED, FAILED_BY_KIND, kinds
+from connector.observe.catalogue import COMPLETED, ENDING_KINDS, FAILED_BY_KIND
 from connector.observe.conformance import check
 from connector.observe.trace_reader import merged, read_processes
 from tests.chaos.cluster import SOCKETS_OF_A_RECONNECTION, ChaosCluster, ConnectorName, Prefill
@@ -259,7 +259,7 @@ class _Run:
         for name, engine in self._cluster.decode.items():
             with Client(engine) as client:
                 page = Page.of(client)
-            failed = Counter({kind: int(page[FAILED_BY_KIND, kind]) for kind in kinds()})
+            failed = Counter({kind: int(page[FAILED_BY_KIND, kind]) for kind in ENDING_KINDS})
             found[name] = int(page[COMPLETED]), failed
         return found
 

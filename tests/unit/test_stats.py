@@ -435,7 +435,16 @@ def test_labels_are_few_and_bounded() -> None:
     for metric in catalogue.METRICS:
         assert len(set(metric.series)) == len(metric.series) <= 300, metric.name
         assert set(metric.labels) <= {"state", "machine", "reason", "side", "outcome", "version", "vllm", "nixl"}
-    assert {kind for (kind,) in catalogue.FAILED_BY_KIND.series} >= set(catalogue.ENDING_KINDS)
+
+
+def test_requests_fail_of_the_kinds_that_the_documentation_has_for_the_engine_that_loads() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "operations" / "failures.md").read_text()
+    loads, lends = (
+        set(re.findall(r"^\| `(\w+)` \|", text.partition(heading)[2].partition("\n## ")[0], re.MULTILINE))
+        for heading in ("## On the engine that loads", "## On the engine that lends")
+    )
+    assert {kind for (kind,) in catalogue.FAILED_BY_KIND.series} == set(catalogue.ENDING_KINDS) == loads
+    assert set(catalogue.kinds()) == loads | lends
 
 
 def engine_figures(clock: Clock | None = None) -> EngineFigures:
