@@ -97,7 +97,7 @@ class Prometheus:
             "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
             "rule_files": [str(OPERATIONS / "prometheus" / "alerts.yaml")],
         }
-        job, _ = config["scrape_configs"]
+        job, *_ = config["scrape_configs"]
         config["scrape_configs"] = [job]
         job["static_configs"] = [{"targets": [f"{LOOPBACK}:{each.port}" for each in front_ends]}]
         (directory / "prometheus.yaml").write_text(yaml.safe_dump(config))

@@ -107,13 +107,13 @@ def test_an_alert_asks_for_what_exists(name: str) -> None:
 
 
 def test_alerts_about_a_process_ask_for_those_that_are_scraped_here_and_for_no_others() -> None:
-    jobs = {each["job_name"] for each in yaml.safe_load(SCRAPE.read_text())["scrape_configs"]}
+    jobs = {each["job_name"] for each in yaml.safe_load(SCRAPE.read_text())["scrape_configs"]} - {"ray"}
     asked = [labels for rule in RULES.values() for labels in _OF_A_PROCESS.findall(rule["expr"])]
     assert len(asked) == 5
     for labels in asked:
         ((label, operator, value),) = _CONDITION.findall(labels)
         assert (label, operator) == ("job", "=~")
-        assert {job for job in (*jobs, "prometheus", "node") if re.fullmatch(value, job)} == jobs
+        assert {job for job in (*jobs, "ray", "prometheus", "node") if re.fullmatch(value, job)} == jobs
 
 
 @pytest.mark.parametrize("api_servers", [1, 2])
@@ -135,6 +135,19 @@ def test_the_start_of_a_process_is_on_the_page_of_one_api_server(api_servers: in
 def test_an_alert_compares_only_what_is_counted_alike() -> None:
     """Otherwise its threshold depends on the number of ranks. One divides by that number."""
     assert [name for name, rule in RULES.items() if counts_unlike(rule["expr"])] == ["NixlActorLeasesExpire"]
+
+
+def test_names_that_come_with_underscores_or_from_ray_are_those_that_are_asked_for() -> None:
+    for job in yaml.safe_load(SCRAPE.read_text())["scrape_configs"]:
+        (rule,) = job["metric_relabel_configs"]
+        assert rule["source_labels"] == [rule["target_label"]] == ["__name__"]
+        assert rule["replacement"] == "vllm:${1}"
+        for prefix in ("vllm_", "ray_vllm_"):
+            found = re.fullmatch(rule["regex"], f"{prefix}nixl_actor_up")
+            assert found is not None
+            assert rule["replacement"].replace("${1}", found.group(1)) == "vllm:nixl_actor_up"
+        for other in ("vllm:nixl_actor_up", "ray_node_cpu_count", "process_start_time_seconds"):
+            assert re.fullmatch(rule["regex"], other) is None
 
 
 @needs_promtool
