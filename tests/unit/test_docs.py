@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import traceback
 from pathlib import Path
 
 import pytest
+
+from connector.config import OptionError
+from connector.ports.side_channel import PortUnavailable
+from connector.unsupported import UnsupportedCache
+from connector.worker.memory_stays import MemoryIsRegistered
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -61,6 +68,39 @@ def test_every_anchor_of_a_link_exists(document: Path) -> None:
     for link, anchor in re.findall(r"\]\(([^)#:\s]*)#([^)]+)\)", document.read_text()):
         page = document.parent / link if link else document
         assert anchor in anchors_of(page.read_text()), f"{link}#{anchor}"
+
+
+ENDS_A_START = (
+    OptionError("control_port", "it is taken"),
+    PortUnavailable("127.0.0.1", 5600, "Address already in use"),
+    UnsupportedCache("KV cache of a layer", "NewSpec", "others"),
+    MemoryIsRegistered("sleep"),
+    RuntimeError("NIXL_ERR_BACKEND"),
+)
+"""What may end the start of an engine, at different times."""
+
+
+@pytest.mark.parametrize("error", ENDS_A_START, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("before", ["", "(EngineCore pid=71) ERROR 11-27 14:00:00 [core.py:1100] "])
+def test_what_ends_a_start_is_found_in_the_log_by_the_command_of_the_readme(error: Exception, before: str) -> None:
+    (patterns,) = re.findall(r"`grep -m9 -n ((?:-e '[^']*' )+)LOG`", (ROOT / "README.md").read_text())
+    line = before + traceback.format_exception_only(error)[0].splitlines()[0]
+    arguments = [part for each in re.findall(r"-e '([^']*)'", patterns) for part in ("-e", each)]
+    assert subprocess.run(["grep", *arguments], input=line, text=True, stdout=subprocess.DEVNULL).returncode == 0
+    said = "nixl-actor-connector 0.1.0: handshakes are answered at 10.0.3.7:5600"
+    assert subprocess.run(["grep", *arguments], input=said, text=True, stdout=subprocess.DEVNULL).returncode == 1
+
+
+def test_what_is_said_of_a_port_that_is_taken_is_quoted_right() -> None:
+    quoted = re.findall(
+        r"`(PortUnavailable: [^`]*|give each engine [^`]*)`", (ROOT / "docs" / "options.md").read_text()
+    )
+    error, advice = quoted
+    found = PortUnavailable("HOST", 1, "...")
+    assert f"{type(found).__name__}: {found}".replace(":1:", ":PORT:") == error
+    assert advice in (ROOT / "connector" / "scheduler" / "listener_thread.py").read_text().replace(
+        '"\n            "', ""
+    )
 
 
 def test_tests_and_suites_that_show_a_fact_exist() -> None:
