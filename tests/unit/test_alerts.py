@@ -337,6 +337,8 @@ CASES: dict[str, tuple[list[list[dict[str, str]]], list[list[dict[str, str]]]]] 
             [*fails(4, "LeaseOver"), *loads(100)],
             [*fails(4, "LeaseOver", ranks=8), *loads(100, ranks=8)],
             [failing(90, "AbortedByClient"), *loads(100)],
+            # All of a quiet night's.
+            [on_d("nixl_actor_kv_wait_seconds_count", "0x20 1x2 2x7", 'outcome="failed"'), *loads(0)],
             loads(100),
         ],
     ),
@@ -362,7 +364,12 @@ CASES: dict[str, tuple[list[list[dict[str, str]]], list[list[dict[str, str]]]]] 
     ),
     "NixlActorSilentLocalPrefill": (
         [[computed_here(20), *loads(100)], [computed_here(20), *loads(100, ranks=8)], [computed_here(20), *loads(0)]],
-        [[computed_here(5), *loads(100)], [computed_here(5), *loads(100, ranks=8)]],
+        [
+            [computed_here(5), *loads(100)],
+            [computed_here(5), *loads(100, ranks=8)],
+            # A probe, and what somebody tries by hand.
+            [computed_here(0.5), *loads(0)],
+        ],
     ),
     "NixlActorBlocksQuarantined": (
         [[on_d("nixl_actor_quarantined_blocks", flat(4))]],
@@ -459,3 +466,6 @@ def test_an_alert_fires_when_it_should_and_only_then(name: str, tmp_path: Path) 
     wrong = [(series, output) for series, fires, has_fired, output in answers if fires != has_fired]
     assert wrong == []
     assert all(f'alertname="{name}"' in output for _, fires, _, output in answers if fires)
+    summaries = [said for _, fires, _, output in answers if fires for said in re.findall(r'summary="([^"]*)"', output)]
+    assert summaries
+    assert [said for said in summaries if re.search(r"\.\d\d", said)] == [], "what is extrapolated has many digits"
