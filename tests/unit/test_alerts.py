@@ -175,7 +175,7 @@ def test_an_alert_leads_to_its_entry_in_the_runbook(name: str) -> None:
 def test_the_runbook_has_no_entry_without_an_alert_and_names_what_exists() -> None:
     text = (OPERATIONS / "runbook.md").read_text()
     assert sorted(re.findall(r"^## (\w+)$", text, re.MULTILINE)) == sorted(RULES)
-    assert wrong_in(text, "") == []
+    assert wrong_in(text, "", "_sum", "_count", "_bucket") == []
     for anchor in re.findall(r"\]\(#(\w+)\)", text):
         assert anchor in {name.lower() for name in RULES}
 
