@@ -11,11 +11,11 @@ import trio
 
 from connector.observe.asking import Address, NotAsked, advertisement
 from connector.ports.side_channel import (
-    ConnectionRefused,
-    LinkLost,
+    AccessRefused,
+    LinkEnded,
     NameNotResolved,
-    NotAllowed,
     NotASideChannel,
+    PortRefused,
     SideChannelError,
 )
 from connector.wire.handshake import encode_payload, encode_reply
@@ -56,10 +56,10 @@ def asked(requester: Any, seconds: float = math.inf) -> Any:
     ("answer", "kind", "sentence"),
     [
         (NameNotResolved("h", 1, "why"), "AddressNotResolved", "the host name h does not resolve here (why)"),
-        (ConnectionRefused("h", 1, "why"), "ConnectionRefused", "nothing listens there"),
-        (NotAllowed("h", 1, "why"), "NotAllowed", "this tool may not ask it: why (--keys)"),
+        (PortRefused("h", 1, "why"), "ConnectionRefused", "nothing listens there"),
+        (AccessRefused("h", 1, "why"), "NotAllowed", "this tool may not ask it: why (--keys)"),
         (NotASideChannel("h", 1, "why"), "HandshakeMalformed", "what listens there is not a NIXL connector: why"),
-        (LinkLost("h", 1, "why"), "HandshakeRefused", "why"),
+        (LinkEnded("h", 1, "why"), "HandshakeRefused", "why"),
         ((b"\xff",), "HandshakeMalformed", "what listens there is not a NIXL connector: "),
         (None, "HandshakeTimeout", "no answer within 0.01 s"),
     ],
