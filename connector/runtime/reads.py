@@ -139,6 +139,8 @@ class Reads:
         self._posted_ns: dict[ReadHandle, int] = {}
         self._local_lists: dict[tuple[MemoryRun, ...], DescriptorListHandle] = {}
         self._agents: dict[AgentName, _Agent] = {}
+        # Of each load that is under way, whose name is not known yet: which agents the port was told to remove since.
+        self._removed: dict[object, set[AgentName]] = {}
         port.set_event_callback(self._receive)
 
     @property
@@ -164,7 +166,16 @@ class Reads:
     async def load_agent(self, metadata: bytes, owner: AgentOwner) -> AgentName | None:
         """Load a peer's agent for `owner`. None when it has to be removed before it can be of use again: somebody who
         stood on it has given it up, or READs of the owner's own last connection have not ended (docs/nixl.md)."""
-        name = await self.port.add_remote_agent(metadata)
+        load = object()
+        removed = self._removed[load] = set()
+        try:
+            while True:
+                name = await self.port.add_remote_agent(metadata)
+                if name not in removed:
+                    break
+                removed.clear()  # its last owner let go meanwhile, and the port may have removed it after this
+        finally:
+            del self._removed[load]
         agent = self._agents.setdefault(name, _Agent())
         if agent.failure is not None or owner in agent.owners:
             return None
@@ -202,6 +213,8 @@ class Reads:
                     other.agent_lost(name, failure)
             return
         del self._agents[name]
+        for removed in self._removed.values():
+            removed.add(name)
         try:
             await self.port.remove_remote_agent(name)
         finally:

@@ -396,9 +396,10 @@ class Supervisor:
     async def _run_peer(self, key: PeerKey, actor: PeerActor) -> None:
         await keep_running(f"peer actor of {key.engine_id}", actor.run, self._log_crash, actor.recover)
         self._forget(key)
-        # What arrived after its last look at the inbox goes to its successor.
+        # What arrived after its last look at the inbox goes to its successor, before what has come since of the same
+        # requests and waits for the device.
         for command in actor.take_unheard():
-            self.deliver(command)
+            self._deliver_now(command)
 
     def _forget(self, key: PeerKey) -> None:
         if self._peers.pop(key, None) is not None:

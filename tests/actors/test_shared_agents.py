@@ -10,6 +10,7 @@ from connector.ports import nixl
 from connector.protocol import PeerAddress
 from connector.runtime.peer_actor import PeerActor
 from connector.runtime.reads import Reads
+from statemachine.failures import Failure
 from statemachine.peer import State
 from statemachine.remote_engine import LinkLost, Retire
 from tests.actors import engines
@@ -106,5 +107,36 @@ def test_who_retires_leaves_the_agent_to_the_other() -> None:
             assert two.actor(1).core.state is State.READY
             assert d.counts().remote_agents < loaded, "that of the second rank, which only TP 2 deals with"
             await two.read(2)
+
+    run(test)
+
+
+class Owner:
+    def agent_lost(self, agent: nixl.AgentName, failure: Failure) -> None:
+        raise AssertionError("nobody has given it up")
+
+
+def test_an_agent_that_is_loaded_while_its_last_owner_lets_go_stays_loaded() -> None:
+    """Both are handed to NIXL's thread in one turn, so it is loaded, which it was already, and then removed."""
+
+    async def test() -> None:
+        async with engine("p", serves=True) as p, engine("d") as d:
+            reads, first, second = d.supervisor._reads, Owner(), Owner()
+            name = await reads.load_agent(p.port.agent_metadata, first)
+            assert name is not None
+            loaded: list[nixl.AgentName | None] = []
+
+            async def load() -> None:
+                loaded.append(await reads.load_agent(p.port.agent_metadata, second))
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(load)
+                await trio.lowlevel.checkpoint()
+                await reads.unload_agent(name, first, None, lambda: None)
+            assert loaded == [name]
+            assert d.counts().remote_agents == 1
+            await reads.unload_agent(name, second, None, lambda: None)
+            assert d.counts().remote_agents == 0
+            assert reads._removed == {}
 
     run(test)

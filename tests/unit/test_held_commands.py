@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import trio
@@ -20,7 +21,9 @@ from connector.protocol import (
 )
 from connector.runtime.held_commands import HeldCommands
 from connector.runtime.restarts import keep_running
+from connector.runtime.supervisor import Supervisor
 from statemachine.lease import LeaseName
+from statemachine.roster import PeerKey
 from tests.rig.pulls import pull
 
 
@@ -136,6 +139,28 @@ def test_an_abort_stays_behind_the_read_that_it_is_to_end() -> None:
     assert actors.told == [first, abort]
     actors.take(abort)
     assert actors.told[-1] == abort, "nothing of the request waits any more"
+
+
+def test_what_a_retired_actor_has_not_heard_goes_to_its_successor_before_what_waits_for_the_device() -> None:
+    """A request that is said to be queued when it has ended is never said to be anything else again."""
+    first, abort = pull("a", [1]), AbortPull(request_id="a")
+    unheard = TrackLease(request_id="a", lease=first.lease, peer=first.peer, age_seconds=0.0)
+    actors, steps = Actors(), Steps()
+    actors.take(steps.after(1, first), abort)
+    supervisor = object.__new__(Supervisor)
+    vars(supervisor).update(
+        _held=actors.held, _hand_out=actors.told.append, _forget=lambda key: None, _log_crash=actors.note_crash
+    )
+
+    async def run_nothing() -> None:
+        pass
+
+    retired = SimpleNamespace(run=run_nothing, recover=None, take_unheard=lambda: [unheard])
+    trio.run(supervisor._run_peer, PeerKey("p", (1, 1, 1)), retired)
+    steps.over = 1
+    actors.held._let_through()
+    assert actors.told == [unheard, first, abort]
+    assert actors.crashes == []
 
 
 def test_everything_else_passes() -> None:

@@ -356,7 +356,11 @@ class ZmqSideChannel:
                 return
             if client in self._open:
                 total -= unfinished[client]
-                client.give_up()
+                try:
+                    client.give_up()
+                except Exception as error:
+                    # As where they are measured.
+                    log_crash("the end of a client of the side channel", error)
 
     def _refuse_if_closed(self) -> None:
         if self._closed:
