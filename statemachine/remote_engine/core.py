@@ -203,7 +203,7 @@ class RemoteEngine:
         return self._connections.current is not None
 
     @property
-    def is_leaving(self) -> bool:
+    def is_retired(self) -> bool:
         """Given up already; READs that hang may keep it for long."""
         return self._peer.is_retiring or self._peer.state is peer.State.GONE
 
@@ -211,7 +211,7 @@ class RemoteEngine:
     def takes_nobody(self) -> bool:
         """Given up, and nobody is left in it: who comes now belongs to its successor, which begins as soon as the
         connection is torn down."""
-        return self.is_finished or (self.is_leaving and self.is_unused)
+        return self.is_finished or (self.is_retired and self.is_unused)
 
     @property
     def is_finished(self) -> bool:
@@ -667,7 +667,7 @@ class RemoteEngine:
                 self._tear_down(connection)
         if self._peer.state is peer.State.IDLE and (self._waiting or self._proving or self._has_something_to_say):
             self._step_peer(peer.Wanted(), now_ns)
-        elif (self._peer.is_retiring or self._peer.state is peer.State.GONE) and (self._waiting or self._proving):
+        elif self.is_retired and (self._waiting or self._proving):
             self._announce_failed(PeerRetired(peer=self.engine_id), now_ns, was_refused=False)
         if self.is_finished:
             self._claims.drop_all()

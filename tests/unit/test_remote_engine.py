@@ -989,9 +989,9 @@ def test_the_back_off_doubles_to_a_bound_with_a_jitter_that_is_each_ranks_own() 
 
 def test_retired_while_nothing_is_connected_it_is_finished_at_once() -> None:
     drive = Driver()
-    assert not drive.core.is_leaving
+    assert not drive.core.is_retired
     drive.feed(Retire())
-    assert (drive.core.is_leaving, drive.core.is_finished) == (True, True)
+    assert (drive.core.is_retired, drive.core.is_finished) == (True, True)
     (report,) = drive.start("a")
     assert report == failed("a", PeerRetired(peer="p"))
 
@@ -1003,7 +1003,7 @@ def test_retired_while_reading_it_lets_the_reads_end_and_refuses_who_waits() -> 
     effects = drive.feed(Retire())
     assert effects == [failed("b", PeerRetired(peer="p"))]
     assert drive.start("c") == [failed("c", PeerRetired(peer="p"))]
-    assert drive.core.is_leaving
+    assert drive.core.is_retired
     effects = drive.end("a")
     assert effects == [done("a"), TearDown(connection=1)]
     assert not drive.core.is_finished
@@ -1220,7 +1220,7 @@ def test_an_engine_is_unused_when_nobody_waits_for_it_or_reads_from_it() -> None
     assert not drive.core.is_unused
     drive.end("a")
     assert drive.core.is_unused, "although a release is owed"
-    assert (drive.core.is_connected, drive.core.is_leaving) == (True, False)
+    assert (drive.core.is_connected, drive.core.is_retired) == (True, False)
 
 
 def test_an_engine_that_is_being_rebuilt_or_has_reads_in_flight_is_in_use() -> None:
