@@ -62,7 +62,7 @@ class Asked(Event, frozen=True, kw_only=True):
     workers: int
 
 
-class WorkerSettled(Event, frozen=True, kw_only=True):
+class WorkerDone(Event, frozen=True, kw_only=True):
     """A worker has told its decode engines, or cannot be told: they learn it from the end of its process then."""
 
     worker: int
@@ -76,7 +76,7 @@ class Counted(Event, frozen=True, kw_only=True):
 
 
 class TellWorkers(Effect, frozen=True, kw_only=True):
-    """Have every worker tell its decode engines; feed WorkerSettled for each, and Counted now and then."""
+    """Have every worker tell its decode engines; feed WorkerDone for each, and Counted now and then."""
 
     grace_ns: int
 
@@ -103,7 +103,7 @@ def _begin(draining: Draining, event: Asked) -> tuple[Draining, Effects]:
     return begun, (SayDraining(), TellWorkers(grace_ns=event.grace_ns))
 
 
-def _settle(draining: Draining, event: WorkerSettled) -> tuple[Draining, Effects]:
+def _finish_worker(draining: Draining, event: WorkerDone) -> tuple[Draining, Effects]:
     return msgspec.structs.replace(draining, untold=draining.untold - {event.worker}), NO_EFFECTS
 
 
@@ -120,16 +120,16 @@ MACHINE: Machine[Draining] = Machine(
     states=State,
     initial=_SERVING,
     terminal=frozenset(),
-    events=(Asked, WorkerSettled, Counted),
+    events=(Asked, WorkerDone, Counted),
     table={
         (_SERVING, Asked): to(_begin, _DRAINING),
-        (_DRAINING, WorkerSettled): to(_settle, _DRAINING),
+        (_DRAINING, WorkerDone): to(_finish_worker, _DRAINING),
         (_DRAINING, Counted): to(_count, _DRAINING, _DRAINED),
-        (_DRAINED, WorkerSettled): to(_settle, _DRAINED),
+        (_DRAINED, WorkerDone): to(_finish_worker, _DRAINED),
     },
     ignored=pairs((_DRAINING, _DRAINED), (Asked,), "it drains already; whoever asks looks at how far it has come"),
     impossible={
-        **pairs((_SERVING,), (WorkerSettled, Counted), "nobody has been told, and nothing is counted"),
+        **pairs((_SERVING,), (WorkerDone, Counted), "nobody has been told, and nothing is counted"),
         **pairs((_DRAINED,), (Counted,), "it is counted until then"),
     },
 )

@@ -139,7 +139,7 @@ class EngineDraining:
             self._say(
                 f"worker {number} at {join_address(host, port)} could not be told that the engine drains: {detail}"
             )
-        self._step(machine.WorkerSettled(worker=number))
+        self._step(machine.WorkerDone(worker=number))
 
     def _step(self, event: Event) -> None:
         """What raises is logged, and only that is lost: the machine has taken the step, and nobody takes it again."""

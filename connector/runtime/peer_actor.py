@@ -316,7 +316,7 @@ class PeerActor:
                 return core.MeetAsked(address=address)
             case StartPull(awaited=False):
                 self._notices.end(command.request_id)
-                return core.Settled(request_id=command.request_id, lease=command.lease, address=command.peer)
+                return core.NotNeeded(request_id=command.request_id, lease=command.lease, address=command.peer)
             case StartPull():
                 now_ns = self._context.clock.now_ns()
                 blocks = sum(len(group.local_block_ids) for group in command.groups)

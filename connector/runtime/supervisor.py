@@ -381,7 +381,7 @@ class Supervisor:
                     self._peers[key].tell(Retire())
                 case roster.Refuse():
                     self._refuse(effect)
-                case roster.LetGo(key=key, message=command):
+                case roster.TellNotNeeded(key=key, message=command):
                     self._peers[key].put(msgspec.structs.replace(command, awaited=False))
                 case roster.NoteQuarantine(is_full=is_full, blocks=blocks, limit_blocks=limit):
                     if self._context.event_log is not None:

@@ -50,13 +50,13 @@ from statemachine.remote_engine.messages import (
     NoteHandshakeFailure,
     NoteLeaving,
     NotificationFailed,
+    NotNeeded,
     PostReads,
     ReadEnded,
     ReleaseAnswered,
     Report,
     ResolveBlocks,
     Retire,
-    Settled,
     SharedAgentsLost,
     Started,
     StartHandshake,
@@ -124,7 +124,7 @@ class RemoteEngine:
         """Do what is due. One deadline at a time: if one raises, the others stay due."""
         while (key := self._timers.take_due(now_ns)) is not None:
             self._fire(key, now_ns)
-            self._settle(now_ns)
+            self._follow_up(now_ns)
         self._claims.send_due(now_ns)
         return self._outcome.take(now_ns)
 
@@ -146,8 +146,8 @@ class RemoteEngine:
                 self._take_hold_answer(event, now_ns)
             case ReleaseAnswered():
                 self._take_release_answer(event)
-            case Settled():
-                self._settle_without_reading(event, now_ns)
+            case NotNeeded():
+                self._release_unread(event, now_ns)
             case MeetAsked(address=address):
                 self.address = address
                 if self._peer.state is peer.State.IDLE:
@@ -185,7 +185,7 @@ class RemoteEngine:
                 self._fail_handshake(refused, now_ns, is_awaited=is_awaited)
             case _:
                 raise TypeError(f"{type(event).__name__} is not an event of this core")
-        self._settle(now_ns)
+        self._follow_up(now_ns)
         return self._outcome.take(now_ns)
 
     @property
@@ -262,7 +262,7 @@ class RemoteEngine:
         self._timers.set(("deadline", request_id), now_ns + self._limits.request_ns)
         self._await_peer(request_id, now_ns)
 
-    def _settle_without_reading(self, event: Settled, now_ns: int) -> None:
+    def _release_unread(self, event: NotNeeded, now_ns: int) -> None:
         if self._claims.is_consumed(event.lease):
             return
         self.address = event.address
@@ -453,7 +453,7 @@ class RemoteEngine:
         connection = Connection(event.connection, event.workers, is_builtin=event.is_builtin)
         self._connections.add(connection)
         if self._peer.state is not peer.State.HANDSHAKING:
-            return  # its executor crashed meanwhile, and the attempt was answered for; `_settle` tears it down
+            return  # its executor crashed meanwhile, and the attempt was answered for; `_follow_up` tears it down
         self._connections.current = connection
         self._step_departure(departure.Connected(), now_ns)
         was_another, self._life = self._life not in (None, event.life), event.life
@@ -651,13 +651,13 @@ class RemoteEngine:
             case "grace":
                 self._settle_reads(subject, now_ns)
             case "again":
-                pass  # the timer kept `_settle` from it
+                pass  # the timer kept `_follow_up` from it
             case "backoff":
                 self._step_peer(peer.BackoffElapsed(), now_ns)
             case "drain":
                 self._step_peer(peer.QuiesceTimeout(), now_ns)
 
-    def _settle(self, now_ns: int) -> None:
+    def _follow_up(self, now_ns: int) -> None:
         """After every event: what follows from the counts, and nobody may wait for something that will not come."""
         current = self._connections.current
         if current is not None and self._peer.state is peer.State.DRAINING and not current.open_reads:

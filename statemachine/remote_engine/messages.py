@@ -48,7 +48,7 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Announced(Event, frozen=True, kw_only=True):
-    """A request is known, and waits in the scheduler's queue. Started or Settled follows."""
+    """A request is known, and waits in the scheduler's queue. Started or NotNeeded follows."""
 
     request_id: str
     lease: LeaseName
@@ -65,7 +65,7 @@ class Started(Event, frozen=True, kw_only=True):
     age_ns: int
 
 
-class Settled(Event, frozen=True, kw_only=True):
+class NotNeeded(Event, frozen=True, kw_only=True):
     """Nothing has to be read for it (full prefix hit, or it ended before it was scheduled). Nothing is reported."""
 
     request_id: str

@@ -5,10 +5,10 @@ prefill engine (a `Lending` each) and its pool; NIXL between them; a control lin
 and time. The cores are production's. Effects are executed as executors do, in a few lines each. Everything else is a
 choice that the search makes both ways:
 
-    the engines     a request is announced, started, settled, aborted; a grant reaches a rank of P; P crashes and its
-                    next life is there at once, under the same id; P leaves, and ends when nothing is lent any more or
-                    its grace period is over, with a next life or without one; a rank of P hangs, for a while or for
-                    good; a decode engine crashes for good
+    the engines     a request is announced, starts, needs nothing, is aborted; a grant reaches a rank of P; P crashes
+                    and its next life is there at once, under the same id; P leaves, and ends when nothing is lent any
+                    more or its grace period is over, with a next life or without one; a rank of P hangs, for a while
+                    or for good; a decode engine crashes for good
     the executors   a command, the end of a READ or a deadline is noticed late; the executor crashes
     NIXL            a READ completes, fails, fails and goes on writing, or never ends; a handshake succeeds or fails
     the links       a message arrives, is lost, is late, or comes twice; a link is reset
@@ -78,6 +78,7 @@ from statemachine.remote_engine import (
     MeetAsked,
     NotificationFailed,
     NotifyReleases,
+    NotNeeded,
     PostReads,
     ReadEnded,
     ReleaseAnswered,
@@ -87,7 +88,6 @@ from statemachine.remote_engine import (
     SendHeartbeat,
     SendHold,
     SendRelease,
-    Settled,
     SharedAgentsLost,
     Started,
     StartHandshake,
@@ -125,8 +125,8 @@ EMPTY, OWN, FOREIGN = range(3)
 
 # A request on D: in nobody's hand, in the queue, started, or it will not come (any more).
 ABROAD, QUEUED, STARTED, OFF = range(4)
-NO_COMMAND, ANNOUNCE, START, SETTLE, ABORT = range(5)
-COMMANDS = ("", "is announced", "starts", "is settled", "is aborted")
+NO_COMMAND, ANNOUNCE, START, NEED_NOTHING, ABORT = range(5)
+COMMANDS = ("", "is announced", "starts", "needs nothing", "is aborted")
 UNREPORTED, REPORTED, QUARANTINED = range(3)
 
 HOLD, RELEASE, HELD, RELEASED, HEARTBEAT, NOTIFY, LEAVING = range(7)
@@ -733,7 +733,7 @@ class Rules:
         if self.product.aborts:
             if asked.stage == QUEUED:
                 said = f"request {request} needs nothing"
-                found.append(Choice(said, 1, _of(Turn.order, request, OFF, SETTLE)))
+                found.append(Choice(said, 1, _of(Turn.order, request, OFF, NEED_NOTHING)))
             if asked.stage == STARTED and any(part.report == UNREPORTED for part in asked.parts):
                 said = f"the client aborts request {request}"
                 found.append(Choice(said, 1, _of(Turn.order, request, STARTED, ABORT)))
@@ -1277,8 +1277,8 @@ class Turn:
             self.feed(core, Announced(request_id=request_id, lease=lease, address="host", age_ns=part.age_ns))
         elif part.command == START:
             self.feed(core, Started(request_id=request_id, lease=lease, address="host", age_ns=part.age_ns))
-        elif part.command == SETTLE:
-            self.feed(core, Settled(request_id=request_id, lease=lease, address="host"))
+        elif part.command == NEED_NOTHING:
+            self.feed(core, NotNeeded(request_id=request_id, lease=lease, address="host"))
         else:
             self.feed(core, AbortAsked(request_id=request_id))
 

@@ -419,7 +419,7 @@ class DecodeEngine(Engine):
         cached = self.chance.randint(0, self.shape.blocks_of(tokens)) if kind < 0.2 else 0
         if kind > 0.92:
             if not self._is_malformed(request_id, source):
-                self._settle_without_reading(request_id, source)
+                self._need_nothing(request_id, source)
             return
         counts = block_counts(self.around.model, self.shape, tokens, cached)
         blocks = await self.take(process, sum(count for _, count in counts))
@@ -436,7 +436,7 @@ class DecodeEngine(Engine):
         if (queue := self.around.faults.hits(Kind.LONG_QUEUE, self.name)) is not None:
             await self.agenda.sleep(max(0.0, queue.end_seconds - trio.current_time()))
 
-    def _settle_without_reading(self, request_id: str, source: Prefilled) -> None:
+    def _need_nothing(self, request_id: str, source: Prefilled) -> None:
         """Everything is cached, or the client left before the request was scheduled."""
         self._start(request_id, source, (), awaited=False)
 

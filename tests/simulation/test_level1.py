@@ -541,11 +541,11 @@ class LiftsNoQuarantine(RemoteEngine):
 
 
 class RebuildsUnderReads(RemoteEngine):
-    def _settle(self, now_ns: int) -> None:
+    def _follow_up(self, now_ns: int) -> None:
         current = self._connections.current
         if current is not None and self._peer.state is peer.State.DRAINING and current.open_reads:
             self._step_peer(peer.ReadsDrained(), now_ns)
-        super()._settle(now_ns)
+        super()._follow_up(now_ns)
 
 
 class LosesThoseWhoWait(RemoteEngine):

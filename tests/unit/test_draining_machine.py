@@ -13,7 +13,7 @@ from statemachine.draining import (
     SayDraining,
     State,
     TellWorkers,
-    WorkerSettled,
+    WorkerDone,
 )
 from statemachine.kernel import Effect, Event
 
@@ -33,15 +33,15 @@ def after(*events: Event) -> tuple[Draining, list[Effect]]:
 
 
 def test_it_waits_until_every_worker_was_told_and_nothing_is_lent() -> None:
-    settled = [WorkerSettled(worker=0), WorkerSettled(worker=1)]
+    done = [WorkerDone(worker=0), WorkerDone(worker=1)]
     for events in (
         (Counted(now_ns=101, lent=0),),
-        (settled[0], Counted(now_ns=101, lent=0)),
-        (*settled, Counted(now_ns=101, lent=1)),
+        (done[0], Counted(now_ns=101, lent=0)),
+        (*done, Counted(now_ns=101, lent=1)),
     ):
         value, effects = after(*events)
         assert (value.state, effects) == (State.DRAINING, [])
-    value, effects = after(*settled, Counted(now_ns=101, lent=1), Counted(now_ns=102, lent=0))
+    value, effects = after(*done, Counted(now_ns=101, lent=1), Counted(now_ns=102, lent=0))
     assert (value.state, effects) == (State.DRAINED, [SayDrained(lent=0)])
 
 
@@ -54,7 +54,7 @@ def test_the_grace_period_bounds_the_wait(lent: int) -> None:
 
 def test_it_begins_once_and_is_said_once() -> None:
     again = Asked(now_ns=150, cause="another", grace_ns=9999, workers=7)
-    value, effects = after(again, WorkerSettled(worker=0), WorkerSettled(worker=1), again, Counted(now_ns=151, lent=0))
+    value, effects = after(again, WorkerDone(worker=0), WorkerDone(worker=1), again, Counted(now_ns=151, lent=0))
     assert (value.cause, value.ends_ns, effects) == ("a test", 160, [SayDrained(lent=0)])
-    value, effects = after(Counted(now_ns=160, lent=2), again, WorkerSettled(worker=1))
+    value, effects = after(Counted(now_ns=160, lent=2), again, WorkerDone(worker=1))
     assert (value.state, effects) == (State.DRAINED, [SayDrained(lent=2)])

@@ -62,6 +62,7 @@ from statemachine.remote_engine import (
     NoteHandshakeFailure,
     NotificationFailed,
     NotifyReleases,
+    NotNeeded,
     PostReads,
     ReadEnded,
     ReleaseAnswered,
@@ -72,7 +73,6 @@ from statemachine.remote_engine import (
     SendHeartbeat,
     SendHold,
     SendRelease,
-    Settled,
     SharedAgentsLost,
     Started,
     StartHandshake,
@@ -160,8 +160,8 @@ class Driver:
     def start(self, request_id: str, lease: LeaseName = A, age_ns: int = 0) -> list[Effect]:
         return self.feed(Started(request_id=request_id, lease=lease, address=ADDRESS, age_ns=age_ns))
 
-    def settle(self, request_id: str, lease: LeaseName = A) -> list[Effect]:
-        return self.feed(Settled(request_id=request_id, lease=lease, address=ADDRESS))
+    def need_nothing(self, request_id: str, lease: LeaseName = A) -> list[Effect]:
+        return self.feed(NotNeeded(request_id=request_id, lease=lease, address=ADDRESS))
 
     def connect(self, number: int = 1, ranks: int = 1, *, is_builtin: bool = False, life: str = "l1") -> list[Effect]:
         return self.feed(Connected(connection=number, workers=WORKERS[:ranks], is_builtin=is_builtin, life=life))
@@ -224,7 +224,7 @@ def connected(**options: Any) -> Driver:
     first = OF_BUILTIN._replace(request_id="p-b") if options.get("is_builtin") else B
     drive.announce("first", first)
     drive.connect(**options)
-    drive.settle("first", first)
+    drive.need_nothing("first", first)
     for rank in range(options.get("ranks", 1)):
         drive.confirm(first, rank=rank)
     assert (drive.state, drive.core.next_deadline()) == (peer.State.READY, None)
@@ -430,7 +430,7 @@ def test_a_sample_that_is_only_announced_keeps_the_blocks() -> None:
     drive.announce("b")
     drive.held(60 * S)
     assert drive.end("a") == [done("a")]
-    assert drive.settle("b") == [release()]
+    assert drive.need_nothing("b") == [release()]
 
 
 def test_a_lease_that_was_released_is_refused() -> None:
@@ -441,7 +441,7 @@ def test_a_lease_that_was_released_is_refused() -> None:
     for request_id in ("while it is owed", "when it is confirmed"):
         assert drive.announce(request_id) == []
         assert drive.start(request_id) == [failed(request_id, consumed)]
-        assert drive.settle(request_id) == []
+        assert drive.need_nothing(request_id) == []
         drive.confirm()
     assert drive.core.next_deadline() is None
 
@@ -474,7 +474,7 @@ def test_what_ended_before_p_was_connected_is_released_at_connect_and_refused_af
     for is_builtin, lease in ((False, A), (True, OF_BUILTIN)):
         drive = Driver()
         drive.announce("a", lease)
-        drive.settle("a", lease)
+        drive.need_nothing("a", lease)
         said = NotifyReleases(connection=1, rank=0, leases=(lease,)) if is_builtin else release()
         assert drive.connect(is_builtin=is_builtin) == [said]
         drive.confirm()
@@ -486,7 +486,7 @@ def test_what_ended_before_p_was_connected_is_released_at_connect_and_refused_af
 def test_a_claim_that_p_never_heard_of_is_revived_by_a_later_request() -> None:
     drive = Driver()
     drive.announce("a")
-    drive.settle("a")
+    drive.need_nothing("a")
     drive.start("b")
     assert drive.connect() == [hold_at(NOW), ResolveBlocks(request_id="b", connection=1)]
     assert drive.resolve("b") == [PostReads(request_id="b", connection=1)]
@@ -500,7 +500,7 @@ def test_a_claim_that_p_never_heard_of_is_revived_by_a_later_request() -> None:
 def test_a_claim_that_p_never_hears_of_is_forgotten_when_the_lease_must_be_over() -> None:
     drive = Driver()
     drive.announce("a")
-    drive.settle("a")
+    drive.need_nothing("a")
     drive.wait(60 * S)
     assert drive.connect() == []
 
@@ -577,7 +577,7 @@ def test_a_lease_that_has_a_number_is_not_assumed_of_a_builtin_p(is_connected: b
 def test_a_lease_that_has_a_number_is_released_to_no_builtin_p() -> None:
     drive = Driver()
     drive.announce("a")
-    drive.settle("a")
+    drive.need_nothing("a")
     assert drive.connect(is_builtin=True) == []
     assert drive.core.next_deadline() is None
 
@@ -1066,7 +1066,7 @@ def test_what_is_held_of_an_engine_that_is_given_up_ends_with_it(end: Event) -> 
         drive.announce(request_id, lease)
     drive.connect(ranks=2)
     drive.held(60 * S, A)
-    drive.settle("owed", B)
+    drive.need_nothing("owed", B)
     drive.feed(end)
     drive.feed(TornDown(connection=1))
     assert drive.core.is_finished
@@ -1316,7 +1316,7 @@ class Everything:
     def step(self) -> None:
         drive, draw = self.drive, self.data.draw
         lease = LeaseName("p", draw(st.integers(1, 3)))
-        choices = ["start", "announce", "settle", "wait", "abort", "crash", "link", "hold", "release"]
+        choices = ["start", "announce", "need nothing", "wait", "abort", "crash", "link", "hold", "release"]
         choices += ["connect", "refuse"] * self.handshakes
         choices += ["read"] * (3 * bool(self.posted)) + ["torn"] * (3 * bool(self.tearing_down))
         match draw(st.sampled_from(choices)):
@@ -1325,8 +1325,8 @@ class Everything:
                 self.note(drive.start(self.started[-1], lease))
             case "announce":
                 self.note(drive.announce(f"r{len(self.started)}", lease))
-            case "settle":
-                self.note(drive.settle(f"r{len(self.started)}", lease))
+            case "need nothing":
+                self.note(drive.need_nothing(f"r{len(self.started)}", lease))
             case "wait":
                 self.note(drive.wait(draw(st.sampled_from([1, S, 7 * S, 31 * S, 61 * S]))))
             case "abort":
@@ -1523,7 +1523,7 @@ def test_what_a_release_costs_does_not_grow_with_those_that_were_forgotten() -> 
         lease = LeaseName("p", next(numbers))
         drive.announce("a", lease)
         started = time.perf_counter()
-        drive.settle("a", lease)
+        drive.need_nothing("a", lease)
         passed = time.perf_counter() - started
         drive.confirm(lease)
         drive.log.clear()
@@ -1570,7 +1570,7 @@ def test_what_is_remembered_of_released_leases_costs_the_collector_of_garbage_no
         for _ in range(leases):
             lease = LeaseName(f"p-{next(numbers)}", next(numbers))
             drive.announce("a", lease)
-            drive.settle("a", lease)
+            drive.need_nothing("a", lease)
             drive.confirm(lease)
         drive.log.clear()
         gc.collect()
@@ -1586,7 +1586,7 @@ def test_leases_that_were_released_are_remembered_up_to_a_bound(monkeypatch: pyt
     leases = [LeaseName("p", number) for number in range(1, 6)]
     for lease in leases:
         drive.announce("a", lease)
-        drive.settle("a", lease)
+        drive.need_nothing("a", lease)
         drive.confirm(lease)
     refused = [bool(only(drive.start(f"again{lease.number}", lease), Report)) for lease in leases]
     assert refused == [False, False, True, True, True]

@@ -22,7 +22,6 @@ from statemachine.roster import (
     Connecting,
     Ended,
     HandOver,
-    LetGo,
     NoteQuarantine,
     PeerKey,
     QuarantineBegan,
@@ -33,6 +32,7 @@ from statemachine.roster import (
     Retire,
     Roster,
     Stopped,
+    TellNotNeeded,
 )
 from tests.unit.properties import on_any_machine
 
@@ -391,11 +391,11 @@ def test_while_too_many_blocks_are_in_quarantine_nothing_new_is_read_from_anybod
     drive = full()
     failure = QuarantineFull(blocks=6, limit=5)
     for each in (A, B):
-        refused, let_go = drive.ask(each, request_id="late")
+        refused, told = drive.ask(each, request_id="late")
         assert isinstance(refused, Refuse)
         assert refused.message == "late"
         assert (refused.ended.state, refused.ended.failure) == (request.State.FAILED, failure)
-        assert let_go == LetGo(key=each, message="late"), "it has held the lease since the request was announced"
+        assert told == TellNotNeeded(key=each, message="late"), "it has held the lease since the request was announced"
     (refused,) = drive.ask(C)
     assert isinstance(refused, Refuse)
     assert refused.ended.failure == failure
@@ -408,10 +408,10 @@ def test_an_id_whose_blocks_are_in_quarantine_is_not_used_again_at_the_same_engi
     for each in (A, B):
         drive.ask(each, request_id="queued", is_awaited=False)
     quarantine(drive, "1", 4)
-    refused, let_go = drive.ask(A, request_id="1")
+    refused, told = drive.ask(A, request_id="1")
     assert isinstance(refused, Refuse)
     assert refused.ended.failure == RequestIdInQuarantine(blocks=4)
-    assert let_go == LetGo(key=A, message="1")
+    assert told == TellNotNeeded(key=A, message="1")
     assert drive.ask(A, request_id="1", is_awaited=False) == [HandOver(key=A, message="1")], "it may wait for its turn"
     assert drive.ask(B, request_id="1") == [HandOver(key=B, message="1")], "its blocks are told apart there"
     drive.tell(RequestEnded(request_id="1"))
@@ -574,7 +574,7 @@ class Orders(RuleBasedStateMachine):
         self.now_ns += 1
         drive, handed = self.drive, HandOver(key=key, message="r")
         if self.is_full or self.quarantined.get((key, "r")):
-            kinds = [Refuse, LetGo] if key in drive.members else [Refuse]
+            kinds = [Refuse, TellNotNeeded] if key in drive.members else [Refuse]
             assert [type(effect) for effect in drive.ask(key, self.now_ns, place=place)] == kinds
             return
         if key in drive.members:

@@ -407,7 +407,7 @@ class Scene(abc.ABC):
         peer = address or self.prefills[prefill].address
         self.decode.commands.append(TrackLease(request_id=request_id, peer=peer, lease=lease, age_seconds=0.0))
 
-    def _settle(self, request_id: str, prefill: str) -> None:
+    def _need_nothing(self, request_id: str, prefill: str) -> None:
         address, lease = self.prefills[prefill].address, self._leases[request_id]
         self.decode.commands.append(_pull(request_id, address, lease, (), awaited=False))
 

@@ -57,14 +57,14 @@ class Pulls(Scene):
         await sleep(1.3)
         await self._ask("of blocks that there are not", "p0", remote=[BLOCKS + 9])
         self._announce("needs nothing", "p0")
-        self._settle("needs nothing", "p0")
+        self._need_nothing("needs nothing", "p0")
         await sleep(1.5)
         await self._ask("used before", "p0", lease=self._leases["served"])
         await self._ask("of wrong sizes", "p0", tp_size=2)
         self._announce("left the queue", "p1")
         self._lend("p1", "left the queue", range(3))
         await trio.sleep(4 * STEP_SECONDS)
-        self._settle("left the queue", "p1")
+        self._need_nothing("left the queue", "p1")
         await sleep(1.8)
         rules.stalled_until["p1.0"] = 4.4
         await self._ask("in quarantine", "p1")
@@ -199,7 +199,7 @@ class Verified(Scene):
         await self._ask("aborted", "p0")
         self.decode.commands.append(AbortPull(request_id="aborted"))
         await trio.sleep_until(2.0)
-        self._settle("in the queue", "p0")
+        self._need_nothing("in the queue", "p0")
 
 
 SCENES: dict[str, type[Scene]] = {scene.__name__: scene for scene in (Pulls, Comings, Builtin, Verified)}

@@ -336,7 +336,7 @@ class DecodeLife:
         if not pull.prompt.is_probe:
             kind = random()
             if kind < NOT_AWAITED:
-                self._settle_without_reading(pull)
+                self._need_nothing(pull)
                 return
             if kind > 1 - NOTHING_TO_READ:
                 pull.cached = blocks
@@ -351,15 +351,15 @@ class DecodeLife:
             if not pull.announced:
                 self._announce(pull)
         else:
-            self._settle_without_reading(pull)
+            self._need_nothing(pull)
 
-    def _settle_without_reading(self, pull: Pull) -> None:
+    def _need_nothing(self, pull: Pull) -> None:
         """Everything is cached, or the client left before the request was scheduled."""
         pull.awaited = False
         pull.ended_ns = self.heap.now_ns
         del self.heard[pull]
         for rank in self.ranks:
-            rank.settle(pull)
+            rank.need_nothing(pull)
 
     def _begin(self, pull: Pull) -> None:
         if pull.wanted_blocks:
@@ -627,10 +627,12 @@ class DecodeRank:
             )
         )
 
-    def settle(self, pull: Pull) -> None:
+    def need_nothing(self, pull: Pull) -> None:
         reader = self._reader(pull, is_awaited=False)
         if reader is not None:
-            reader.deliver(core.Settled(request_id=pull.request_id, lease=pull.lease, address=pull.prompt.engine.name))
+            reader.deliver(
+                core.NotNeeded(request_id=pull.request_id, lease=pull.lease, address=pull.prompt.engine.name)
+            )
 
     def abort(self, pull: Pull) -> None:
         reader = self.tell_roster(roster.AbortAsked(request_id=pull.request_id, message=pull))

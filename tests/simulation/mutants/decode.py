@@ -756,7 +756,7 @@ REQUESTS = (
         broken="a request for which nothing is to be read, and that nobody awaits, is reported",
         changes=(
             Edit(
-                RemoteEngine._settle_without_reading,
+                RemoteEngine._release_unread,
                 "self.address = event.address",
                 "self.address = event.address\n"
                 "    report = Report(request_id=event.request_id, failure=None, is_quarantined=False)\n"
@@ -832,7 +832,7 @@ PEERS = (
         rule="drained before rebuilt",
         row=14,
         broken="the agents of a suspect connection are removed while READs from them are in flight",
-        changes=(Edit(RemoteEngine._settle, " and not current.open_reads", ""),),
+        changes=(Edit(RemoteEngine._follow_up, " and not current.open_reads", ""),),
         place=Explored(within(ONE, 2), "invariant 6"),
     ),
     Mutant(
@@ -842,7 +842,7 @@ PEERS = (
         broken="a connection whose READs did not end in time is torn down at once",
         changes=(
             Edit(
-                RemoteEngine._settle,
+                RemoteEngine._follow_up,
                 "(connection.open_reads or connection.is_tearing_down)",
                 "connection.is_tearing_down",
             ),
@@ -854,7 +854,7 @@ PEERS = (
         rule="left standing until READs end",
         row=49,
         broken="a connection whose READs ended late is never torn down",
-        changes=(Edit(RemoteEngine._settle, "in self._connections.given_up():", "in ():"),),
+        changes=(Edit(RemoteEngine._follow_up, "in self._connections.given_up():", "in ():"),),
         place=ByTest(CORE + "::test_reads_that_do_not_end_cost_their_connection_and_keep_it_standing"),
     ),
     Mutant(
@@ -1002,7 +1002,7 @@ PEERS = (
         broken="who waits while a connection is given up is not given the next one",
         changes=(
             Edit(peer._disconnect, "if peer.is_wanted:", "if False:"),
-            Edit(RemoteEngine._settle, "if self._peer.state is peer.State.IDLE and", "if False and"),
+            Edit(RemoteEngine._follow_up, "if self._peer.state is peer.State.IDLE and", "if False and"),
         ),
         place=ByTest(CORE + "::test_what_was_proven_over_one_connection_is_not_over_the_next"),
     ),
@@ -1061,7 +1061,7 @@ PEERS = (
         broken="a request for an engine that is being given up is not told",
         changes=(
             Edit(
-                RemoteEngine._settle,
+                RemoteEngine._follow_up,
                 "self._announce_failed(PeerRetired(peer=self.engine_id), now_ns, was_refused=False)",
                 "pass",
             ),
