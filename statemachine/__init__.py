@@ -8,14 +8,16 @@ Imports neither trio, zmq, torch, nixl nor vllm (tests/unit/test_imports.py enfo
     peer           machine: the connection of that rank to one prefill engine
     hold           machine: one lease of that engine on one of its ranks, as D knows it
     departure      machine: whether that engine has said that it ends
-    introduction   machine: an engine that is connected before a request needs it
+    introduction   machine: an engine that is connected before a request needs it; and the core of a rank of D for all
+                   of these
     lease          machine: one lease, on one rank of P
     draining       machine: an engine that is to end, in its scheduler's process
 
     remote_engine  core of a rank of D for one prefill engine: composes request, peer, hold and departure
     roster         core of a rank of D for all prefill engines that it knows
     lending        core of a rank of P: all of its leases
-    admission      core of whoever listens: what strangers may cost
+    admission      core of whoever listens: what strangers may cost. It has a method for each event instead of `handle`,
+                   because it is asked for every message that comes
 
     quarantine     when blocks in quarantine are too many to go on reading
     outcome        what an event of a core has led to: effects, and steps for its observer

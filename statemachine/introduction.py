@@ -24,7 +24,7 @@ are met.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from typing import Any, TypeAlias
 
 import msgspec
@@ -71,6 +71,7 @@ class PauseOver(Event, frozen=True, kw_only=True):
 class Answered(Event, frozen=True, kw_only=True):
     """This engine is there. `is_own`: it is the one that asks."""
 
+    place: Place
     engine: Engine
     is_own: bool = False
 
@@ -78,6 +79,7 @@ class Answered(Event, frozen=True, kw_only=True):
 class Failed(Event, frozen=True, kw_only=True):
     """Nobody is there who can be met, or it could not be connected in time."""
 
+    place: Place
     problem: str
 
 
@@ -96,7 +98,7 @@ class AskWho(Effect, frozen=True, kw_only=True):
 
 
 class Meet(Effect, frozen=True, kw_only=True):
-    """Connect this engine, unless it is; feed Connected, or Failed after a while."""
+    """Connect this engine, unless it is; feed EngineConnected. If it is not in time, the core sees it by itself."""
 
     place: Place
     engine: Any
@@ -178,6 +180,28 @@ MACHINE: Machine[Introduction] = Machine(
 )
 
 
+# --- the core of a rank: all of its introductions ---------------------------------------------------------------------
+
+
+class Named(Event, frozen=True, kw_only=True):
+    """The engines at these places are to be met. `is_kept`: the places are never forgotten."""
+
+    places: tuple[Place, ...]
+    is_kept: bool = False
+
+
+class EngineConnected(Event, frozen=True, kw_only=True):
+    """An engine is connected, whoever wanted it."""
+
+    engine: Engine
+
+
+class EngineLost(Event, frozen=True, kw_only=True):
+    """The connection of an engine has been taken back."""
+
+    engine: Engine
+
+
 class IntroductionLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Durations in nanoseconds.
 
@@ -194,7 +218,10 @@ class IntroductionLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Introductions:
-    """All of a rank. Sans I/O: `handle` and `advance` return what to do, in order. See the module's docstring."""
+    """All of a rank. Sans I/O: `handle` and `advance` return what to do, in order. See the module's docstring.
+
+    Its events are Named, EngineConnected and EngineLost, and of the machine those that name a place: Answered, Failed.
+    """
 
     def __init__(self, limits: IntroductionLimits) -> None:
         self._limits = limits
@@ -220,13 +247,25 @@ class Introductions:
     def next_deadline(self) -> int | None:
         return self._timers.next_ns()
 
-    def name(self, places: Iterable[Place], now_ns: int, *, kept: bool = False) -> list[Effect]:
-        """Meet the engines at these places. One that waits is asked as soon as a first pause would be over.
+    def handle(self, event: Event, now_ns: int) -> list[Effect]:
+        """Take one event in; returns what to do, in order."""
+        match event:
+            case Named():
+                self._name(event, now_ns)
+                return self.advance(now_ns)  # who is new is due
+            case Answered(place=place) | Failed(place=place):
+                self._step(place, event, now_ns)
+            case EngineConnected(engine=engine):
+                self._tell(engine, Connected(), now_ns)
+            case EngineLost(engine=engine):
+                self._tell(engine, Lost(), now_ns)
+            case _:
+                raise TypeError(f"{type(event).__name__} is not an event of this core")
+        return self._take_effects()
 
-        Args:
-            kept: they are never forgotten.
-        """
-        for place in places:
+    def _name(self, named: Named, now_ns: int) -> None:
+        """One that waits is asked as soon as a first pause would be over."""
+        for place in named.places:
             if (known := self._values.get(place)) is None:
                 if not self._has_room(now_ns):
                     continue
@@ -234,12 +273,11 @@ class Introductions:
                 self._timers.set(place, now_ns)
             elif (paused_ns := self._pausing_since_ns.get(place)) is not None:
                 self._timers.set(place, max(now_ns, paused_ns + self._limits.pause_first_ns))
-            if kept:
+            if named.is_kept:
                 self._kept.add(place)
                 self._unmet_since_ns.pop(place, None)
             elif known is None or place in self._unmet_since_ns:
                 self._unmet_since_ns[place] = now_ns
-        return self.advance(now_ns)
 
     def _has_room(self, now_ns: int) -> bool:
         """Whether another place may be known; makes room where that costs nothing that works."""
@@ -265,7 +303,7 @@ class Introductions:
         """Ask whose pause is over; give up what takes too long; forget who was not met for too long."""
         while (place := self._timers.take_due(now_ns)) is not None:
             if self._values[place].state is State.MEETING:
-                self._step(place, Failed(problem=NOT_CONNECTED), now_ns)
+                self._step(place, Failed(place=place, problem=NOT_CONNECTED), now_ns)
             elif self._is_over(place, now_ns):
                 self._forget(place, now_ns)
             else:
@@ -276,28 +314,9 @@ class Introductions:
         since_ns, forget_ns = self._unmet_since_ns.get(place), self._limits.forget_ns
         return since_ns is not None and forget_ns is not None and now_ns - since_ns >= forget_ns
 
-    def answered(self, place: Place, engine: Engine, now_ns: int, *, is_own: bool = False) -> list[Effect]:
-        """AskWho has found this engine there."""
-        self._step(place, Answered(engine=engine, is_own=is_own), now_ns)
-        return self._take_effects()
-
-    def failed(self, place: Place, problem: str, now_ns: int) -> list[Effect]:
-        """AskWho has found nobody who can be met."""
-        self._step(place, Failed(problem=problem), now_ns)
-        return self._take_effects()
-
-    def connected(self, engine: Engine, now_ns: int) -> list[Effect]:
-        """An engine is connected, whoever wanted it."""
-        return self._tell(engine, Connected(), now_ns)
-
-    def lost(self, engine: Engine, now_ns: int) -> list[Effect]:
-        """A connection has been taken back."""
-        return self._tell(engine, Lost(), now_ns)
-
-    def _tell(self, engine: Engine, event: Event, now_ns: int) -> list[Effect]:
+    def _tell(self, engine: Engine, event: Event, now_ns: int) -> None:
         for place in sorted(self._of_engine.get(engine, ())):
             self._step(place, event, now_ns)
-        return self._take_effects()
 
     def _step(self, place: Place, event: Event, now_ns: int) -> None:
         before = self._values[place]

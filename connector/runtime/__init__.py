@@ -14,7 +14,7 @@ held_commands  READs that wait for the device, and what must not overtake them
 verification   checksums of lent blocks (option `verify`): asked for, made, compared
 verifier       between the end of a READ and the core: are its bytes those that were lent?
 wait_notices   says in the log which requests wait for long, and for what
-introductions  executor of `Introductions`: engines that are met before a request needs them
+introducer     executor of `Introductions`: engines that are met before a request needs them
 lease_keeper   executor of `Lending`: what this rank lends, and its control socket
 listener       answers handshakes, in the scheduler's process; it has a thread there, and checks keys in another one
 draining       executor of `Draining`, beside it

@@ -52,7 +52,7 @@ from connector.protocol import (
 from connector.runtime.context import ActorContext
 from connector.runtime.held_commands import HeldCommands
 from connector.runtime.inspector import Inspector
-from connector.runtime.introductions import Introductions
+from connector.runtime.introducer import Introducer
 from connector.runtime.lease_keeper import LeaseKeeper, lending_limits
 from connector.runtime.pace import Pace
 from connector.runtime.peer_actor import PeerActor
@@ -143,7 +143,7 @@ class Supervisor:
             inspect=lambda question, reply_to: self._inspector.ask(question, reply_to),
             meet=self._meet,
         )
-        self._introductions = Introductions(
+        self._introducer = Introducer(
             options=options,
             own_engine_id=local.layout.engine_id,
             side_channel=side_channel,
@@ -336,15 +336,15 @@ class Supervisor:
         A capture fails when another thread of its process does to the device what UCX does for the first READ from an
         engine: opens the memory of that engine. Requests come later, so only engines that are named could do that.
         """
-        if self._introduces or not self._is_warm or not self._introductions.has_places:
+        if self._introduces or not self._is_warm or not self._introducer.has_places:
             return
         assert self._nursery is not None
         self._introduces = True
-        self._nursery.start_soon(keep_running, "introductions", self._introductions.run, self._log_crash)
+        self._nursery.start_soon(keep_running, "introductions", self._introducer.run, self._log_crash)
 
     def _meet(self, message: Meet) -> tuple[MeetReport, int]:
         """The answer, and how many are asked because of it."""
-        answer = self._introductions.name(message.places)
+        answer = self._introducer.name(message.places)
         self._introduce()
         return answer
 
@@ -365,9 +365,9 @@ class Supervisor:
     def _tell_roster(self, event: Event) -> None:
         match event:
             case roster.Connected(key=key):
-                self._introductions.note_connected(key)
+                self._introducer.note_connected(key)
             case roster.Ended(key=key):
-                self._introductions.note_lost(key)
+                self._introducer.note_lost(key)
         self._carry_out(self._roster.handle(event, self._context.clock.now_ns()))
 
     def _carry_out(self, effects: list[Effect]) -> None:
@@ -389,7 +389,7 @@ class Supervisor:
 
     def _admit(self, key: PeerKey, address: PeerAddress) -> None:
         assert self._nursery is not None
-        lost = partial(self._introductions.note_lost, key)
+        lost = partial(self._introducer.note_lost, key)
         actor = self._peers[key] = PeerActor(self._context, key, address, self._tell_roster, lost)
         self._nursery.start_soon(self._run_peer, key, actor)
 

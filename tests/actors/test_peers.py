@@ -427,14 +427,14 @@ def test_a_mistake_after_a_handshake_costs_its_requests_and_not_the_engine(monke
 
     async def test() -> None:
         async with engine("p", serves=True) as p, engine("d", options=BRIEF_BACKOFF) as d:
-            introductions = d.supervisor._introductions
-            original = introductions.note_connected
+            introducer = d.supervisor._introducer
+            original = introducer.note_connected
 
             def broken(key: object) -> None:
-                monkeypatch.setattr(introductions, "note_connected", original)
+                monkeypatch.setattr(introducer, "note_connected", original)
                 raise RuntimeError("injected")
 
-            monkeypatch.setattr(introductions, "note_connected", broken)
+            monkeypatch.setattr(introducer, "note_connected", broken)
             d.pull("a", p, [1], [1])
             await until(lambda: d.received("a"))
             assert [name for name, _ in d.crashes] == ["peer actor of p"]

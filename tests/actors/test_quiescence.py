@@ -12,7 +12,7 @@ import trio
 from connector.config import ConnectorOptions
 from connector.observe.log import get_logger
 from connector.protocol import QuarantineLifted, ReceiveEnded
-from connector.runtime.introductions import Introductions
+from connector.runtime.introducer import Introducer
 from statemachine.failures import QuarantineFull, RequestIdInQuarantine
 from statemachine.roster import PeerKey
 from tests.actors.engines import BLOCKS, HOST, Engine, engine, lend_by_all, until
@@ -86,13 +86,13 @@ def test_a_peer_whose_read_never_ended_gets_no_more_of_them(monkeypatch: pytest.
 def test_a_known_peer_whose_read_never_ends_is_not_connected_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever is at its place is to be met before the READ has ended, which may be never."""
     lost: list[PeerKey] = []
-    note_lost = Introductions.note_lost
+    note_lost = Introducer.note_lost
 
-    def keep(self: Introductions, key: PeerKey) -> None:
+    def keep(self: Introducer, key: PeerKey) -> None:
         lost.append(key)
         note_lost(self, key)
 
-    monkeypatch.setattr(Introductions, "note_lost", keep)
+    monkeypatch.setattr(Introducer, "note_lost", keep)
 
     async def test() -> None:
         async with engine("p", serves=True) as p:

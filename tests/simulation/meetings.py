@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import trio
 
 from connector.config import ConnectorOptions
-from connector.runtime.introductions import MEETING_TIMEOUTS
+from connector.runtime.introducer import MEETING_TIMEOUTS
 from connector.runtime.restarts import RESTART_DELAY_SECONDS_MAX
 from tests.simulation.agenda import Agenda
 from tests.simulation.engines import DecodeEngine, PrefillEngine

@@ -263,7 +263,7 @@ class Rank:
         )
         self.problems_said: Counter[str] = Counter()
         """How often it was said that a known peer cannot be met, by its place."""
-        self.supervisor._introductions._say = self._note_problem
+        self.supervisor._introducer._say = self._note_problem
         self._lag_seconds = chance.uniform(0.0, RANK_LAG_SECONDS_MAX) if tp_rank else 0.0
         # From a copy, which leaves what is drawn after this as it was without late devices.
         device = random.Random()

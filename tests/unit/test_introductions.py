@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 
 from statemachine import introduction
 from statemachine.introduction import (
+    Answered,
     AskWho,
+    EngineConnected,
+    EngineLost,
+    Failed,
     IntroductionLimits,
     Introductions,
     Meet,
+    Named,
     SayFailed,
     SayForgotten,
     State,
@@ -22,9 +29,29 @@ A, B, KEPT = "a:5600", "b:5600", "kept:5600"
 FIRST, SECOND = ("first", (1, 1, 1)), ("second", (1, 1, 1))
 
 
+def name(core: Introductions, places: Iterable[str], now_ns: int, *, is_kept: bool = False) -> list[Effect]:
+    return core.handle(Named(places=tuple(places), is_kept=is_kept), now_ns)
+
+
+def answer(core: Introductions, place: str, engine: object, now_ns: int, *, is_own: bool = False) -> list[Effect]:
+    return core.handle(Answered(place=place, engine=engine, is_own=is_own), now_ns)
+
+
+def fail(core: Introductions, place: str, problem: str, now_ns: int) -> list[Effect]:
+    return core.handle(Failed(place=place, problem=problem), now_ns)
+
+
+def connect(core: Introductions, engine: object, now_ns: int) -> list[Effect]:
+    return core.handle(EngineConnected(engine=engine), now_ns)
+
+
+def lose(core: Introductions, engine: object, now_ns: int) -> list[Effect]:
+    return core.handle(EngineLost(engine=engine), now_ns)
+
+
 def named(*places: str) -> Introductions:
     core = Introductions(LIMITS)
-    assert core.name(places, 0) == [AskWho(place=place) for place in places]
+    assert name(core, places, 0) == [AskWho(place=place) for place in places]
     return core
 
 
@@ -35,8 +62,8 @@ def state(core: Introductions, place: str = A) -> State:
 
 
 def met(core: Introductions, place: str = A, engine: object = FIRST, now_ns: int = 0) -> None:
-    assert core.answered(place, engine, now_ns) == [Meet(place=place, engine=engine)]
-    assert core.connected(engine, now_ns) == []
+    assert answer(core, place, engine, now_ns) == [Meet(place=place, engine=engine)]
+    assert connect(core, engine, now_ns) == []
     assert state(core, place) is State.MET
 
 
@@ -51,7 +78,7 @@ def test_pauses_double_up_to_a_bound_and_a_problem_is_said_once_until_it_is_met(
     core, now_ns, pauses = named(A), 0, []
     said: list[Effect] = []
     for _ in range(5):
-        said += core.failed(A, "nobody", now_ns)
+        said += fail(core, A, "nobody", now_ns)
         due_ns = core.next_deadline()
         assert due_ns is not None
         assert core.advance(due_ns - 1) == []
@@ -61,14 +88,14 @@ def test_pauses_double_up_to_a_bound_and_a_problem_is_said_once_until_it_is_met(
     assert pauses == [10, 20, 40, 40, 40]
     assert said == [SayFailed(place=A, problem="nobody")]
     met(core, now_ns=now_ns)
-    core.lost(FIRST, now_ns)
+    lose(core, FIRST, now_ns)
     assert core.advance(now_ns + 10) == [AskWho(place=A)], "the first pause again"
-    assert core.failed(A, "nobody", now_ns + 10) == [SayFailed(place=A, problem="nobody")]
+    assert fail(core, A, "nobody", now_ns + 10) == [SayFailed(place=A, problem="nobody")]
 
 
 def test_one_that_answers_and_is_not_connected_in_time_is_tried_again() -> None:
     core = named(A)
-    core.answered(A, FIRST, 0)
+    answer(core, A, FIRST, 0)
     assert core.advance(99) == []
     assert core.advance(100) == [SayFailed(place=A, problem=introduction.NOT_CONNECTED)]
     assert core.advance(110) == [AskWho(place=A)]
@@ -78,49 +105,49 @@ def test_who_has_taken_its_place_is_met() -> None:
     """Another engine id at the same address; the end of the old one's connection is no news any more."""
     core = named(A)
     met(core)
-    core.lost(FIRST, 5)
+    lose(core, FIRST, 5)
     assert core.advance(15) == [AskWho(place=A)]
     met(core, A, SECOND, 15)
-    assert core.lost(FIRST, 16) == core.connected(FIRST, 16) == []
+    assert lose(core, FIRST, 16) == connect(core, FIRST, 16) == []
     assert state(core) is State.MET
-    core.lost(SECOND, 20)
+    lose(core, SECOND, 20)
     assert state(core) is State.PAUSING
 
 
 def test_an_engine_that_a_request_has_met_is_met() -> None:
     core = named(A)
     met(core)
-    core.lost(FIRST, 0)
-    assert core.connected(FIRST, 1) == []
+    lose(core, FIRST, 0)
+    assert connect(core, FIRST, 1) == []
     assert (state(core), core.next_deadline()) == (State.MET, None)
 
 
 def test_this_engine_itself_is_left_alone() -> None:
     core = named(A)
-    assert core.answered(A, FIRST, 0, is_own=True) == []
+    assert answer(core, A, FIRST, 0, is_own=True) == []
     assert (state(core), core.next_deadline()) == (State.OWN, None)
-    assert core.name([A], 5) == core.connected(FIRST, 5) == []
+    assert name(core, [A], 5) == connect(core, FIRST, 5) == []
 
 
 def test_who_is_named_again_is_asked_once_a_first_pause_is_over() -> None:
     """However far its pauses have grown, and however often it is said."""
     core = named(A)
-    core.failed(A, "nobody", 0)
+    fail(core, A, "nobody", 0)
     core.advance(10)
-    core.failed(A, "nobody", 11)
+    fail(core, A, "nobody", 11)
     assert core.next_deadline() == 31
     for now_ns in (11, 15, 20):
-        assert core.name([A], now_ns) == []
+        assert name(core, [A], now_ns) == []
     assert core.advance(21) == [AskWho(place=A)]
-    assert core.name([A], 22) == [], "it is being asked"
-    core.failed(A, "nobody", 23)
-    assert core.name([A], 40) == [AskWho(place=A)]
+    assert name(core, [A], 22) == [], "it is being asked"
+    fail(core, A, "nobody", 23)
+    assert name(core, [A], 40) == [AskWho(place=A)]
     met(core, now_ns=43)
-    assert core.name([A], 44) == []
+    assert name(core, [A], 44) == []
 
 
 def test_a_place_that_one_message_names_twice_is_asked_at_once() -> None:
-    assert Introductions(LIMITS).name([A, A], 0) == [AskWho(place=A)]
+    assert name(Introductions(LIMITS), [A, A], 0) == [AskWho(place=A)]
 
 
 def forgotten(place: str, unmet_ns: int) -> SayForgotten:
@@ -129,38 +156,38 @@ def forgotten(place: str, unmet_ns: int) -> SayForgotten:
 
 def test_a_place_that_is_unmet_for_long_is_forgotten() -> None:
     core = Introductions(FORGETFUL)
-    core.name([A, B], 0)
-    core.name([KEPT], 0, kept=True)
+    name(core, [A, B], 0)
+    name(core, [KEPT], 0, is_kept=True)
     met(core, B, SECOND, 0)
     said: list[SayForgotten] = []
     now_ns = 0
     for place in (A, KEPT):
-        core.failed(place, "nobody", 0)
+        fail(core, place, "nobody", 0)
     while now_ns < 400:
         now_ns = core.next_deadline() or 400
         for effect in core.advance(now_ns):
             match effect:
                 case AskWho(place=place):
-                    core.failed(place, "nobody", now_ns)
+                    fail(core, place, "nobody", now_ns)
                 case SayForgotten():
                     said.append(effect)
     assert [effect.place for effect in said] == [A]
     assert 200 <= said[0].unmet_ns <= 240, "at the first attempt that is due after that"
     assert {value.place for value in core.values()} == {B, KEPT}
-    core.lost(SECOND, 1000)
+    lose(core, SECOND, 1000)
     assert AskWho(place=B) in core.advance(1010), "it was met until now"
-    core.failed(B, "nobody", 1010)
-    core.name([B], 1205)
-    core.failed(B, "nobody", 1206)
+    fail(core, B, "nobody", 1010)
+    name(core, [B], 1205)
+    fail(core, B, "nobody", 1206)
     assert AskWho(place=B) in core.advance(1300), "it was named again"
 
 
 def test_a_named_place_that_a_request_has_met_is_not_forgotten() -> None:
     core = Introductions(FORGETFUL)
-    core.name([A], 0)
+    name(core, [A], 0)
     met(core)
-    core.lost(FIRST, 100)
-    core.connected(FIRST, 101)
+    lose(core, FIRST, 100)
+    connect(core, FIRST, 101)
     assert core.advance(10_000) == []
     assert state(core) is State.MET
 
@@ -168,43 +195,43 @@ def test_a_named_place_that_a_request_has_met_is_not_forgotten() -> None:
 def test_a_new_place_displaces_the_one_that_is_unmet_for_longest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(introduction, "PLACES_MAX", 3)
     core = named(A)
-    core.name([KEPT], 0, kept=True)
-    core.name([B], 1)
+    name(core, [KEPT], 0, is_kept=True)
+    name(core, [B], 1)
     for place in (A, KEPT, B):
-        core.failed(place, "nobody", 2)
-    assert core.name(["c:5600"], 3) == [forgotten(A, 3), AskWho(place="c:5600")]
-    assert core.name(["d:5600"], 4) == [forgotten(B, 3), AskWho(place="d:5600")]
-    core.failed("c:5600", "nobody", 5)
-    core.failed("d:5600", "nobody", 5)
-    core.name(["c:5600"], 6)
-    assert core.name(["e:5600"], 7) == [forgotten("d:5600", 3), AskWho(place="e:5600")], "c was named again"
+        fail(core, place, "nobody", 2)
+    assert name(core, ["c:5600"], 3) == [forgotten(A, 3), AskWho(place="c:5600")]
+    assert name(core, ["d:5600"], 4) == [forgotten(B, 3), AskWho(place="d:5600")]
+    fail(core, "c:5600", "nobody", 5)
+    fail(core, "d:5600", "nobody", 5)
+    name(core, ["c:5600"], 6)
+    assert name(core, ["e:5600"], 7) == [forgotten("d:5600", 3), AskWho(place="e:5600")], "c was named again"
     assert len(core.values()) == 3
 
 
 def test_places_that_are_met_or_asked_or_kept_are_not_displaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(introduction, "PLACES_MAX", 3)
     core = named(A, B)
-    core.name([KEPT], 0, kept=True)
-    core.failed(KEPT, "nobody", 0)
+    name(core, [KEPT], 0, is_kept=True)
+    fail(core, KEPT, "nobody", 0)
     met(core, B, SECOND)
-    assert core.name(["c:5600"], 5) == []
+    assert name(core, ["c:5600"], 5) == []
     assert core.get("c:5600") is None
-    assert core.answered(A, FIRST, 5, is_own=True) == []
-    assert core.name(["c:5600"], 6) == [forgotten(A, 6), AskWho(place="c:5600")], "its own address is worth nothing"
+    assert answer(core, A, FIRST, 5, is_own=True) == []
+    assert name(core, ["c:5600"], 6) == [forgotten(A, 6), AskWho(place="c:5600")], "its own address is worth nothing"
 
 
 def test_one_message_does_not_displace_what_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(introduction, "PLACES_MAX", 2)
     core = Introductions(LIMITS)
     places = [f"p{number}:5600" for number in range(4)]
-    assert core.name(places, 0) == [AskWho(place=place) for place in places[:2]]
+    assert name(core, places, 0) == [AskWho(place=place) for place in places[:2]]
 
 
 def test_two_addresses_of_one_engine_are_met_together() -> None:
     core = named(A, B)
-    core.answered(A, FIRST, 0)
-    core.answered(B, FIRST, 0)
-    core.connected(FIRST, 1)
+    answer(core, A, FIRST, 0)
+    answer(core, B, FIRST, 0)
+    connect(core, FIRST, 1)
     assert (state(core, A), state(core, B)) == (State.MET, State.MET)
-    core.lost(FIRST, 2)
+    lose(core, FIRST, 2)
     assert core.advance(12) == [AskWho(place=A), AskWho(place=B)]

@@ -14,7 +14,7 @@ from connector.clock import to_ns
 from connector.config import ConnectorOptions
 from connector.ports.side_channel import SideChannel
 from connector.protocol import MeetPeer
-from connector.runtime.introductions import BUILTIN, Introductions
+from connector.runtime.introducer import BUILTIN, Introducer
 from connector.wire.handshake import encode_error, encode_payload, encode_reply
 from connector.wire.metadata import encode_agent_metadata
 from statemachine.roster import PeerKey
@@ -65,7 +65,7 @@ def ask_once(answer: tuple[bytes, bytes] | None, own_engine_id: str = OWN) -> tu
 
     async def main() -> str:
         options = ConnectorOptions(known_peers=(PLACE,), handshake_timeout_seconds=5, backoff_initial_seconds=60)
-        introductions = Introductions(
+        introducer = Introducer(
             options=options,
             own_engine_id=own_engine_id,
             side_channel=cast(SideChannel, channel),
@@ -76,10 +76,10 @@ def ask_once(answer: tuple[bytes, bytes] | None, own_engine_id: str = OWN) -> tu
             log_crash=lambda task, error: crashes.append(error),
         )
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(introductions.run)
+            nursery.start_soon(introducer.run)
             await trio.sleep(6)
             nursery.cancel_scope.cancel()
-        report, _ = introductions.name([PLACE])
+        report, _ = introducer.name([PLACE])
         return report.rows[0].problem
 
     problem = trio.run(main, clock=MockClock(autojump_threshold=0))

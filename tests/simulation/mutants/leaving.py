@@ -148,7 +148,7 @@ MUTANTS = (
     Mutant(
         name="asked as often as it is said",
         broken="whoever repeats a message makes this engine connect to any address at any rate",
-        changes=(Edit(introduction.Introductions.name, "paused_ns + self._limits.pause_first_ns", "now_ns"),),
+        changes=(Edit(introduction.Introductions._name, "paused_ns + self._limits.pause_first_ns", "now_ns"),),
         place=ByTest(INTRODUCTIONS + "::test_who_is_named_again_is_asked_once_a_first_pause_is_over"),
     ),
     Mutant(

@@ -1,8 +1,8 @@
 r"""The executor of the `Introductions` core (`statemachine/introduction.py`): a decode rank meets engines before
 requests.
 
-    option known_peers, nixl-actor meet --> name --> core --AskWho--> side channel --> who is there
-    supervisor --connected, lost----------------------^     \--Meet--> a command to the roster, as a request's is
+    option known_peers, nixl-actor meet --Named--> core --AskWho--> side channel --Answered, Failed--> core
+    supervisor --EngineConnected, EngineLost--------^ \--Meet--> a command to the roster, as a request's is
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from functools import partial
 
 import trio
 
@@ -22,9 +21,8 @@ from connector.wire.administration import MEET_PLACES_MAX, MeetReport, PlaceRow
 from connector.wire.bounded import DecodeFailed, split_place
 from connector.wire.handshake import decode_advertisement, encode_request
 from statemachine import introduction as core
-from statemachine.introduction import IntroductionLimits
-from statemachine.introduction import Introductions as Core
-from statemachine.kernel import Effect
+from statemachine.introduction import IntroductionLimits, Introductions
+from statemachine.kernel import Effect, Event
 from statemachine.roster import PeerKey
 
 MEETING_TIMEOUTS = 3
@@ -36,7 +34,7 @@ BUILTIN = (
 TOO_MANY = f"not named: {core.PLACES_MAX} places are known already, and all are met, being asked or named by an option"
 
 
-class Introductions:
+class Introducer:
     """See the module's docstring. All methods are called in the trio thread.
 
     Args:
@@ -67,7 +65,7 @@ class Introductions:
         self._is_connected = is_connected
         self._say = say
         self._log_crash = log_crash
-        self._core = Core(
+        self._core = Introductions(
             IntroductionLimits(
                 pause_first_ns=to_ns(options.backoff_initial_seconds),
                 pause_max_ns=to_ns(options.backoff_max_seconds),
@@ -92,7 +90,7 @@ class Introductions:
                 for value in self._core.values():
                     if value.state is core.State.ASKING:  # not begun, or by a task that ended with another nursery
                         nursery.start_soon(self._ask_who, value.place)
-                self._carry_out(self._core.name(self._to_name, self._clock.now_ns(), kept=True))
+                self._feed(core.Named(places=tuple(self._to_name), is_kept=True))
                 self._to_name.clear()
                 while True:
                     self._attention = trio.Event()
@@ -104,18 +102,17 @@ class Introductions:
 
     def name(self, places: Sequence[str]) -> tuple[MeetReport, int]:
         """A tool names engines; how far each has come, and how many are asked because of it."""
-        effects = self._core.name(places, self._clock.now_ns())
-        self._carry_out(effects)
+        effects = self._feed(core.Named(places=tuple(places)))
         report = MeetReport(rows=tuple(self._row(place) for place in places[:MEET_PLACES_MAX]))
         return report, sum(isinstance(effect, core.AskWho) for effect in effects)
 
     def note_connected(self, key: PeerKey) -> None:
         """A member of the roster is connected."""
-        self._carry_out(self._core.connected(key, self._clock.now_ns()))
+        self._feed(core.EngineConnected(engine=key))
 
     def note_lost(self, key: PeerKey) -> None:
         """A member has taken back its connection, or has ended."""
-        self._carry_out(self._core.lost(key, self._clock.now_ns()))
+        self._feed(core.EngineLost(engine=key))
 
     def _row(self, place: str) -> PlaceRow:
         value = self._core.get(place)
@@ -127,6 +124,12 @@ class Introductions:
     def _seconds_to_deadline(self) -> float:
         deadline_ns = self._core.next_deadline()
         return math.inf if deadline_ns is None else max(0, deadline_ns - self._clock.now_ns()) / NS_PER_SECOND
+
+    def _feed(self, event: Event) -> list[Effect]:
+        """Returns what was carried out because of it."""
+        effects = self._core.handle(event, self._clock.now_ns())
+        self._carry_out(effects)
+        return effects
 
     def _carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -157,34 +160,33 @@ class Introductions:
 
     async def _ask_who(self, place: str) -> None:
         try:
-            tell = await self._question(place)
+            event = await self._question(place)
         except Exception as error:
             # A mistake costs one attempt.
             self._log_crash(f"introduction to {place}", error)
-            tell = partial(self._core.failed, place, f"internal error: {error!r}; please report it")
-        self._carry_out(tell(self._clock.now_ns()))
+            event = core.Failed(place=place, problem=f"internal error: {error!r}; please report it")
+        self._feed(event)
 
-    async def _question(self, place: str) -> Callable[[int], list[Effect]]:
+    async def _question(self, place: str) -> core.Answered | core.Failed:
         """What to tell the core."""
-        failed = partial(self._core.failed, place)
         try:
             host, port = split_place(place)
         except ValueError as error:  # whoever has named it here was not checked
-            return partial(failed, str(error))
+            return core.Failed(place=place, problem=str(error))
         try:
             with closing(self._side_channel.connect(host, port)) as requester:
                 with trio.move_on_after(self._timeout_seconds) as scope:
                     said = decode_advertisement(await requester.ask([encode_request(0, 0)]))
                 if scope.cancelled_caught:
-                    return partial(failed, f"no answer within {self._timeout_seconds:g} s")
+                    return core.Failed(place=place, problem=f"no answer within {self._timeout_seconds:g} s")
         except SideChannelError as error:
-            return partial(failed, error.error)
+            return core.Failed(place=place, problem=error.error)
         except DecodeFailed as error:
-            return partial(failed, f"what listens there is not a NIXL connector: {error.detail}")
+            return core.Failed(place=place, problem=f"what listens there is not a NIXL connector: {error.detail}")
         if said.error is not None:
-            return partial(failed, said.error)
+            return core.Failed(place=place, problem=said.error)
         if said.actor is None or said.metadata is None:
-            return partial(failed, BUILTIN)
+            return core.Failed(place=place, problem=BUILTIN)
         engine_id = said.metadata.engine_id
         key = PeerKey(engine_id, (said.actor.tp_size, said.actor.dcp_size, said.actor.pp_size))
-        return partial(self._core.answered, place, key, is_own=engine_id == self._own_engine_id)
+        return core.Answered(place=place, engine=key, is_own=engine_id == self._own_engine_id)
