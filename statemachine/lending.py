@@ -252,18 +252,9 @@ class Lending:
         self._timers: Deadlines[LeaseName] = Deadlines()
         # Who is told when this engine leaves, the rank that was met last at the end; at most HEARERS_MAX.
         self._hearers: OrderedDict[ReplyAddress, None] = OrderedDict()
-        # When the grace period is over, since Leave.
+        # When this engine's grace period is over; None: it does not leave.
         self._leaves_ns: int | None = None
         self._outcome = Outcome(observe)
-
-    @property
-    def open_leases(self) -> int:
-        return len(self._leases)
-
-    @property
-    def leaves_ns(self) -> int | None:
-        """When this engine's grace period is over; None: it does not leave."""
-        return self._leaves_ns
 
     def next_deadline(self) -> int | None:
         return self._timers.next_ns()

@@ -271,10 +271,6 @@ class Roster:
         return len(self._entries)
 
     @property
-    def open_requests(self) -> int:
-        return len(self._of_request)
-
-    @property
     def quarantined_blocks(self) -> int:
         """Of all members."""
         return self._quarantine.blocks

@@ -94,11 +94,6 @@ class Observer(NamedTuple):
         self.note((self.whose, now_ns, steps))
 
 
-def observer_of(tell: Callable[[int, list[StepSeen]], None]) -> Observer:
-    """One that tells a function when the steps were made, and which."""
-    return Observer(lambda note: tell(*note[1:]))
-
-
 class TraceSink(Protocol):
     """Where records go. Called in the actor thread, must not raise and must not block for long."""
 

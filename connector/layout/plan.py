@@ -1,6 +1,6 @@
 """What one rank reads from another engine: from which ranks, and the descriptors for given blocks.
 
-`plan_engine` pairs a rank with its partners (`sources.partners`) in a remote engine, for any two layouts of the same
+`plan_in_steps` pairs a rank with its partners (`sources.partners`) in a remote engine, for any two layouts of the same
 model. What cannot be read is refused before any memory is touched: the refusal names the first field that differs, and
 both values. That is checked when a plan is made (once for engines that differ in addresses only, see `plan_cache`);
 during a step only block ids are checked.
@@ -29,7 +29,7 @@ from connector.layout.copies import Copy, Place, copies_between, stretches_betwe
 from connector.layout.geometry import BlockIdError, CacheGroup, LayoutMismatch, RankId, RankLayout
 from connector.layout.landing import LandingOrder, Permute, landing_layout, landing_order
 from connector.layout.sources import Source, consumers, find_sources, partners
-from connector.layout.steps import Steps, finish
+from connector.layout.steps import Steps
 from connector.ports.nixl import DescriptorIds, MemoryRun
 
 _DESCRIPTORS_MAX = 2**31 - 1
@@ -127,18 +127,13 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return np.concatenate(addresses), np.concatenate(lengths)
 
 
-def plan_engine(local: RankLayout, remotes: Sequence[RankLayout], permute: Permute = Permute.NEVER) -> EnginePlan:
+def plan_in_steps(
+    local: RankLayout, remotes: Sequence[RankLayout], permute: Permute = Permute.NEVER
+) -> Steps[EnginePlan]:
     """How `local` reads the KV of an engine; `remotes` are its ranks that `partners` names, in any order.
 
     `permute`: for which layouts of theirs READs may leave blocks in another order than ours. Raises LayoutMismatch.
     """
-    return finish(plan_in_steps(local, remotes, permute))
-
-
-def plan_in_steps(
-    local: RankLayout, remotes: Sequence[RankLayout], permute: Permute = Permute.NEVER
-) -> Steps[EnginePlan]:
-    """`plan_engine`, with a pause wherever one is possible."""
     by_rank = _require_partners(local, remotes)
     yield
     _require_same_layers(local, remotes)

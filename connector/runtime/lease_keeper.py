@@ -143,20 +143,6 @@ class LeaseKeeper:
         # Checksums of what is lent now.
         self._sums: dict[LeaseName, bytes] = {}
 
-    @property
-    def open_leases(self) -> int:
-        return self._core.open_leases
-
-    @property
-    def leaves_ns(self) -> int | None:
-        """When the grace period of this engine, which is to end, is over; None: it is not to end."""
-        return self._core.leaves_ns
-
-    @property
-    def leases_with_sums(self) -> int:
-        """Leases whose checksums are kept for those who ask."""
-        return len(self._sums)
-
     def leases(self) -> tuple[Lease, ...]:
         """What is lent now, oldest first."""
         return self._core.leases()

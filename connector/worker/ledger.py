@@ -78,22 +78,13 @@ class TransferLedger:
         self._loaded: list[Loaded] = []
         self.sums_wanted: list[SumsWanted] = []
         """What is to be summed, as `take_results` found."""
-        # What vLLM waits for, by request id: blocks of each group; when the grant alone would have ended.
+        # What vLLM waits for, by request id. It has parked these until their KV is here; with the blocks of each group.
+        # Blocks of those it keeps until it is told that they were read; with when the grant alone would have ended.
         self._open_receives: dict[str, tuple[list[int], ...]] = {}
         self._open_sends: dict[str, int] = {}
         # Requests in the scheduler's queue whose leases the actors keep alive.
         self._tracked: set[str] = set()
         self._dead_since_ns: int | None = None
-
-    @property
-    def open_receives(self) -> int:
-        """Requests that vLLM has parked until their KV is here."""
-        return len(self._open_receives)
-
-    @property
-    def open_sends(self) -> int:
-        """Requests whose blocks vLLM keeps until it is told that they were read."""
-        return len(self._open_sends)
 
     @property
     def is_open(self) -> bool:

@@ -456,7 +456,7 @@ def test_a_line_that_cannot_be_written_costs_no_report() -> None:
             object.__setattr__(context, "log_failure", broken)
             d.pull("a", nobody("gone"), [1], [1])
             assert (await failure_of(d, "a")).kind == "ConnectionRefused"
-            assert d.supervisor._roster.open_requests == 0
+            assert d.supervisor._roster._of_request == {}
 
     run(test)
 

@@ -34,10 +34,11 @@ import numpy as np
 import numpy.typing as npt
 
 from connector.layout.geometry import CacheGroup, Piece, RankLayout, Region
-from connector.layout.plan import EnginePlan, plan_engine
+from connector.layout.plan import EnginePlan
 from connector.ports.nixl import MemoryRange
 from connector.ports.nixl_agent import RealNixlPort
 from tests.bench.source import other_process, tell, wait_for_end
+from tests.rig.layouts import plan_engine
 
 REGIONS = (32, 64, 128)
 POOLS = (1_000, 10_000, 100_000)

@@ -47,7 +47,6 @@ from connector.clock import BootClock
 from connector.config import ConnectorOptions
 from connector.layout.geometry import RankId, RankLayout
 from connector.layout.local import LocalRank
-from connector.layout.plan import plan_engine
 from connector.layout.remote import layout_from_metadata
 from connector.layout.shapes import LayerShape
 from connector.ports.nixl import MemoryRange
@@ -74,7 +73,7 @@ from statemachine.lease import LeaseName
 from statemachine.trace import TransitionRecord
 from tests.bench.source import other_process, tell
 from tests.rig.facts import LEAVE_SECRET, payload_of
-from tests.rig.layouts import attention_rank, attention_shapes, latent_shapes
+from tests.rig.layouts import attention_rank, attention_shapes, latent_shapes, plan_engine
 
 HOST = "127.0.0.1"
 AGENTS = 72

@@ -33,7 +33,7 @@ import trio
 from connector.layout.blocks import GroupBlocks
 from connector.layout.geometry import RankLayout
 from connector.layout.landing import Permute
-from connector.layout.plan import EnginePlan, plan_engine
+from connector.layout.plan import EnginePlan
 from connector.layout.shapes import LayerShape
 from connector.layout.sources import partners
 from connector.ports.nixl import MemoryRange, NixlEvent, ReadEnded
@@ -41,7 +41,7 @@ from connector.ports.nixl_agent import RealNixlPort
 from connector.protocol import Landed
 from connector.worker.landing import LandedBlocks, landing_caches
 from tests.bench.source import other_process, tell, wait_for_end
-from tests.rig.layouts import attention_rank, attention_shapes
+from tests.rig.layouts import attention_rank, attention_shapes, plan_engine
 
 LAYERS = 16
 HEADS = 8

@@ -23,7 +23,8 @@ from statemachine.remote_engine import (
     ResolveBlocks,
     SendHold,
 )
-from statemachine.trace import StepSeen, observer_of
+from statemachine.trace import StepSeen
+from tests.observer import observer_of
 
 Core: TypeAlias = RemoteEngine | Lending
 Taken: TypeAlias = tuple[str, str, str]

@@ -458,7 +458,7 @@ class Rules:
                     found.append(f"{self.name(core)} is {kept.state.value}")
                 if not kept.is_unused and not hangs:
                     found.append(f"{self.name(core)} has something left in its core")
-            elif kept.open_leases:
+            elif kept.leases():
                 found.append(f"{self.name(core)} has open leases in its core")
         return found
 

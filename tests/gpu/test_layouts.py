@@ -23,7 +23,7 @@ import trio
 
 from connector.layout.geometry import RankId
 from connector.layout.landing import Permute
-from connector.layout.plan import ReadPlan, plan_engine
+from connector.layout.plan import ReadPlan
 from connector.layout.sources import partners
 from connector.ports.nixl import DescriptorIds, MemoryRun, NixlEvent, ReadEnded
 from connector.protocol import Memory
@@ -33,6 +33,7 @@ from connector.worker.landing import LandedBlocks, landing_caches
 from tests.gpu.device_memory import DeviceMemory
 from tests.gpu.patience import patient
 from tests.gpu.prefill_ranks import CLOSE_SECONDS, PrefillProcess, PrefillRank, open_port
+from tests.rig.layouts import plan_engine
 from tests.unit.layout_oracle import (
     FAMILIES,
     Case,

@@ -55,12 +55,12 @@ class Inside:
             peer_actors=len(actors),
             pulls=len(lender._waiting) + len(lender._loading),
             prefills=len(lender._lends.computing),
-            receives=worker.ledger.open_receives,
-            sends=worker.ledger.open_sends,
-            requests_of_actors=supervisor._roster.open_requests
+            receives=len(worker.ledger._open_receives),
+            sends=len(worker.ledger._open_sends),
+            requests_of_actors=len(supervisor._roster._of_request)
             + sum(len(actor._pulls) for actor in actors)
             + sum(core.requests + core.quarantined for core in cores),
-            leases=supervisor._lease_keeper.open_leases + sum(core.claims for core in cores),
+            leases=len(supervisor._lease_keeper._core._leases) + sum(core.claims for core in cores),
         )
 
     def crash_actors(self) -> None:

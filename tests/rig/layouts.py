@@ -1,11 +1,22 @@
-"""Layouts of engines whose memory a test makes itself: attention, or states as well, layer after layer."""
+"""Layouts of engines whose memory a test makes itself: attention, or states as well, layer after layer. And the plan of
+how one engine reads from another, made at once."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import msgspec
 
 from connector.layout.geometry import CacheGroup, RankLayout, Region
+from connector.layout.landing import Permute
+from connector.layout.plan import EnginePlan, plan_in_steps
 from connector.layout.shapes import LayerShape, attention, latent, page_strides, paged_pieces, shard, state_pieces
+from connector.layout.steps import finish
+
+
+def plan_engine(local: RankLayout, remotes: Sequence[RankLayout], permute: Permute = Permute.NEVER) -> EnginePlan:
+    """`plan_in_steps` without a pause."""
+    return finish(plan_in_steps(local, remotes, permute))
 
 
 def attention_shapes(*, layers: int, heads: int, head_bytes: int) -> dict[str, LayerShape]:

@@ -766,7 +766,7 @@ class Cluster:
         """What a rank should not have when nobody wants anything any more."""
         supervisor, counts = rank.supervisor, rank.port.counts()
         found = [f"has READs: {counts}"] if counts.reads else []
-        if supervisor._lease_keeper.open_leases:
+        if supervisor._lease_keeper.leases():
             found.append("has open leases")
         quarantined = sum(actor.quarantined_blocks() for actor in supervisor._peers.values())
         if (counted := supervisor._roster.quarantined_blocks) or quarantined:

@@ -48,7 +48,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from connector.layout.blocks import GroupBlocks
 from connector.layout.geometry import LayoutMismatch, RankId, RankLayout
-from connector.layout.plan import EnginePlan, plan_engine
+from connector.layout.plan import EnginePlan
 from connector.layout.remote import layout_from_metadata, stated_by
 from connector.protocol import Landed, Memory
 from connector.wire.metadata import decode_agent_metadata, encode_agent_metadata
@@ -57,6 +57,7 @@ from connector.worker.finishing import Finishing, Loaded, run_at_once
 from connector.worker.landing import LandedBlocks, landing_caches
 from connector.worker.packing import PackedBlocks
 from connector.worker.registration import Registration, derive_registration
+from tests.rig.layouts import plan_engine
 from tests.unit.layout_oracle import expand_runs
 from tests.unit.vllm_setup import KV_HEADS
 

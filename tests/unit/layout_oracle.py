@@ -39,7 +39,7 @@ from connector.layout import plan
 from connector.layout.blocks import GroupBlocks
 from connector.layout.geometry import CacheGroup, Piece, RankId, RankLayout, Region
 from connector.layout.landing import LandingOrder, Permute, landing_layout
-from connector.layout.plan import EnginePlan, plan_engine
+from connector.layout.plan import EnginePlan
 from connector.layout.shapes import (
     REPLICATED,
     RING,
@@ -57,6 +57,7 @@ from connector.layout.steps import Steps
 from connector.ports.nixl import MemoryKind, MemoryRun
 from connector.protocol import Landed
 from connector.worker.landing import LandedBlocks, landing_caches
+from tests.rig.layouts import plan_engine
 
 Bytes = npt.NDArray[np.uint8]
 

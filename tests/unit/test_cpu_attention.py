@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, Slid
 from connector.families import layer_shapes, layer_specs
 from connector.layout.blocks import GroupBlocks
 from connector.layout.geometry import LayoutMismatch, RankId
-from connector.layout.plan import EnginePlan, plan_engine
+from connector.layout.plan import EnginePlan
 from connector.layout.remote import layout_from_metadata
 from connector.layout.sources import partners
 from connector.layout.verification import match
@@ -31,6 +31,7 @@ from connector.unsupported import UnsupportedCache
 from connector.worker.cpu_attention import packed_blocks, why_not_packed
 from connector.worker.registration import derive_registration
 from tests.rig.attention import OrderedAttention
+from tests.rig.layouts import plan_engine
 from tests.unit.cache_families import Rank, be_rank, carry_out, seen
 from tests.unit.vllm_setup import (
     KV_HEADS,

@@ -200,7 +200,7 @@ def test_an_idle_step_costs_the_same_whatever_is_open(engine: Engine) -> None:
         if number == 0:
             alone = idle_step()
     among_many = idle_step()
-    assert len(engine.scheduler._scheduler_side._waiting) == engine.worker._worker_side.ledger.open_receives == 64
+    assert len(engine.scheduler._scheduler_side._waiting) == len(engine.worker._worker_side.ledger._open_receives) == 64
     assert counts(among_many) == counts(alone)
     assert sum(work.calls for work in among_many) <= CALLS_OF_AN_IDLE_STEP
 
@@ -379,4 +379,4 @@ def test_a_request_that_cannot_be_packed_is_reported_as_failed_and_the_next_one_
     results = engine.worker.get_transfer_results(set())
     assert (results.finished_recving, results.failed_recving) == ({"a", "b"}, {"a"})
     assert logged == [("request a", PackingFailed(error="RuntimeError('no kernel')"))]
-    assert not worker.ledger.open_receives
+    assert not worker.ledger._open_receives

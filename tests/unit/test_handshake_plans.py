@@ -13,7 +13,7 @@ import pytest
 from connector.layout.advertised import describe
 from connector.layout.geometry import RankId, RankLayout
 from connector.layout.local import LocalRank
-from connector.layout.plan import EnginePlan, plan_engine
+from connector.layout.plan import EnginePlan
 from connector.layout.plan_cache import PlanCache
 from connector.layout.remote import layout_from_metadata
 from connector.layout.steps import finish
@@ -21,7 +21,7 @@ from connector.protocol import PeerAddress
 from connector.runtime import handshake
 from connector.wire.handshake import HandshakeError, HandshakeReply
 from connector.wire.metadata import AgentMetadata
-from tests.rig.layouts import attention_rank, attention_shapes
+from tests.rig.layouts import attention_rank, attention_shapes, plan_engine
 
 SHAPES = attention_shapes(layers=18, heads=8, head_bytes=8)
 BLOCKS = 16

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from connector.layout.blocks import GroupBlocks
 from connector.layout.geometry import BlockIdError, CacheGroup, Piece, RankLayout, Region
-from connector.layout.plan import EnginePlan, plan_engine
+from connector.layout.plan import EnginePlan
 from connector.ports.nixl import DescriptorIds, MemoryRun
+from tests.rig.layouts import plan_engine
 from tests.unit.properties import on_any_machine
 
 

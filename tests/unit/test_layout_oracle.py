@@ -128,7 +128,7 @@ def test_every_feature_occurs() -> None:
 def test_landing_layouts_are_chosen(permute: landing.Permute) -> None:
     """Guards the tests above: of the cases that they judge, enough have one, and blocks that are filled in part."""
     found = collections.Counter[str]()
-    right = plan.plan_engine
+    right = layout_oracle.plan_engine
 
     def engine_plan(local: Any, remotes: Any, given: Any = landing.Permute.NEVER) -> plan.EnginePlan:
         made = right(local, remotes, given)

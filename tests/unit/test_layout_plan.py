@@ -13,7 +13,7 @@ from connector.layout.blocks import GroupBlocks
 from connector.layout.copies import STRETCHES_MAX
 from connector.layout.geometry import BlockIdError, CacheGroup, LayoutMismatch, Piece, RankId, RankLayout, Region
 from connector.layout.landing import LandingOrder, Permute
-from connector.layout.plan import EnginePlan, plan_engine
+from connector.layout.plan import EnginePlan
 from connector.layout.shapes import (
     ImpossibleShard,
     LayerShape,
@@ -26,6 +26,7 @@ from connector.layout.shapes import (
     state_pieces,
 )
 from connector.layout.sources import partners
+from tests.rig.layouts import plan_engine
 
 HEADS = 8
 TP_SIZES = (1, 2, 4, 8)

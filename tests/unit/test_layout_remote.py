@@ -41,7 +41,6 @@ from vllm.v1.kv_cache_interface import (
 from connector.layout.blocks import GroupBlocks
 from connector.layout.geometry import LayoutMismatch, RankId, RankLayout
 from connector.layout.landing import Permute, landing_layers
-from connector.layout.plan import plan_engine
 from connector.layout.remote import layout_from_metadata
 from connector.layout.sources import partners
 from connector.unsupported import UnsupportedCache
@@ -49,6 +48,7 @@ from connector.wire.handshake import incompatibilities
 from connector.wire.identity import Difference
 from connector.wire.metadata import decode_agent_metadata
 from connector.worker.registration import require_supported
+from tests.rig.layouts import plan_engine
 from tests.unit.builtin_worker import builtin_registration, differing_fields
 from tests.unit.cache_families import (
     FAMILIES,

@@ -11,10 +11,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from connector.layout.blocks import GroupBlocks
 from connector.layout.geometry import CacheGroup, Piece, RankLayout, Region
-from connector.layout.plan import plan_engine
 from connector.layout.shapes import PageStrides, attention, mamba, of_unit, page_strides, paged_pieces, state_pieces
 from connector.layout.sources import partners
 from connector.ports.nixl import MemoryRun
+from tests.rig.layouts import plan_engine
 from tests.unit.vllm_setup import HEAD_SIZE, KV_HEADS, LAYERS, allocate, attention_spec, cache_config, layer_name
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")

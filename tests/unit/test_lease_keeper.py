@@ -58,7 +58,8 @@ from connector.wire.inspection import Inspect
 from statemachine.failures import ConsumerUnknown, Failure, MessageMalformed, NotificationsDropped
 from statemachine.kernel import Event
 from statemachine.lease import LEASES_PER_MESSAGE_MAX, Lease, LeaseName, State
-from statemachine.trace import StepSeen, observer_of
+from statemachine.trace import StepSeen
+from tests.observer import observer_of
 from tests.rig.facts import LEAVE_SECRET
 
 HOST = "127.0.0.1"
@@ -189,7 +190,7 @@ def test_what_is_lent_ends_at_its_deadline() -> None:
         assert rank.ended() == {}
         await trio.sleep(0.02)
         assert rank.ended() == {"a": True}
-        assert rank.keeper.open_leases == 0
+        assert rank.keeper.leases() == ()
 
     rank = run_ahead(test)
     assert [step[1:] for step in rank.steps] == [
@@ -303,7 +304,7 @@ def test_notifications_that_wait_have_so_many_bytes(monkeypatch: pytest.MonkeyPa
         rank.keeper.notify("d", b"lent-5:1")
         await turn()
         assert rank.ended() == {"lent-5": False}, "there is room for notifications again"
-        assert rank.keeper.open_leases == 1, "and no grant was lost"
+        assert len(rank.keeper.leases()) == 1, "and no grant was lost"
 
     rank = run_ahead(test)
     dropped = [each.dropped for each in rank.failures if isinstance(each, NotificationsDropped)]
@@ -647,7 +648,7 @@ def test_an_engine_that_leaves_says_so_unasked_to_those_who_understand_it() -> N
             for link in links:
                 link.send(encode_request(Release(engine_id="d", rank=0, ranks=1, leases=(lease,))))
                 assert isinstance(decode_answer(await link.receive()), Released), "and nothing before it"
-            assert rank.keeper.leaves_ns is not None
+            assert rank.keeper._core._leaves_ns is not None
         finally:
             channel.close()
 
@@ -680,7 +681,7 @@ def test_only_its_own_engine_has_a_worker_leave() -> None:
         foreign = encode_request(Leave(grace_ns=7, secret=bytes(16)))
         await unanswered(lambda: decoder.ask_raw(foreign), lambda: bool(rank.failures))
         assert (await decoder.hold(lease)).held
-        assert rank.keeper.leaves_ns is None
+        assert rank.keeper._core._leaves_ns is None
         [failure] = rank.failures
         assert isinstance(failure, MessageMalformed)
         assert "does not come from its engine" in failure.detail
@@ -923,10 +924,10 @@ def test_checksums_are_told_while_a_lease_lasts() -> None:
         rank.keeper.deliver(LeaseGranted(lease=lease, lease_seconds=LEASE_SECONDS, blocks=1, sums=sums))
         for name in (lease, LeaseName("a", 0)):
             assert await decoder.ask(AskSums(lease=name, part=0)) == Sums(lease=name, part=0, parts=1, content=sums)
-        assert rank.keeper.leases_with_sums == 1
+        assert rank.keeper._sums.keys() == {lease}
         await decoder.hold(lease)
         await decoder.release(lease)
         assert rank.ended() == {"a": False}
-        assert rank.keeper.leases_with_sums == 0
+        assert rank.keeper._sums == {}
 
     run_over_zmq(test)

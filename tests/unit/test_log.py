@@ -628,7 +628,7 @@ def test_a_lease_that_was_read_or_lent_back_says_nothing(lines: Lines) -> None:
         lender.feed(msgspec.structs.replace(RELEASED, rank=rank))
     lender.feed(lending.Granted(lease=LeaseName("back", 8), blocks=4, fixed_ns=480 * SECOND))
     lender.pass_time(480)
-    assert lender.core.open_leases == 0
+    assert lender.core.leases() == ()
     assert lines.texts == []
 
 

@@ -276,7 +276,7 @@ def test_a_copy_serves_nobody_and_keeps_nothing_back(config: VllmConfig, monkeyp
         worker.start_load_kv(StepMetadata([LeaseGranted(lease=a, lease_seconds=30.0, blocks=2)]))
         assert worker.get_transfer_results().finished_sending == {"a"}
         assert worker.get_transfer_results().finished_sending == set()
-        assert worker.ledger.open_sends == 0
+        assert worker.ledger._open_sends == {}
     finally:
         worker.shutdown()
 

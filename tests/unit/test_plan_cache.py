@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from connector.layout.advertised import describe
 from connector.layout.geometry import RankId, RankLayout, Region
 from connector.layout.landing import Permute
-from connector.layout.plan import EnginePlan, plan_engine
+from connector.layout.plan import EnginePlan
 from connector.layout.plan_cache import Geometry, PlanCache, geometry_in_steps
 from connector.layout.remote import Stated
 from connector.layout.shapes import of_unit
 from connector.layout.sources import partners
 from connector.layout.steps import finish
 from connector.wire.metadata import AgentMetadata
-from tests.rig.layouts import attention_rank, attention_shapes
+from tests.rig.layouts import attention_rank, attention_shapes, plan_engine
 from tests.unit.layout_oracle import FAMILIES, Case, Rank, draw_case
 from tests.unit.properties import on_any_machine
 

@@ -295,7 +295,7 @@ def test_without_a_sink_the_last_steps_are_kept_all_the_same(clock: HandClock) -
         ("computing", "held", 1.0),
         (None, "computing", None),
     ]
-    assert core.open_leases == 0
+    assert core.leases() == ()
 
 
 def test_how_long_the_engine_knew_it_is_in_the_record_that_makes_it(
@@ -354,7 +354,7 @@ def test_what_only_looks_on_costs_a_core_nothing(clock: HandClock, broken: str) 
     for event in (COMPUTING, GRANTED, READ):
         served += core.handle(event, clock.ns)
         recorder.catch_up()
-    assert core.open_leases == 0
+    assert core.leases() == ()
     assert sum(isinstance(effect, lending.FreeBlocks) for effect in served) == 1
     asked = RemoteEngine("p", "p:1", reading_core(recorder)._limits, observe=observe)
     asked.handle(remote_engine.Started(request_id="d-1", lease=LEASE, address="p:1", age_ns=0), clock.ns)

@@ -19,7 +19,6 @@ from vllm.v1.kv_cache_interface import (
 
 from connector.layout.geometry import RankId
 from connector.layout.landing import Permute
-from connector.layout.plan import plan_engine
 from connector.layout.remote import layout_from_metadata
 from connector.staging import advertised_layout_name
 from connector.unsupported import UnsupportedCache
@@ -29,6 +28,7 @@ from connector.worker import cache_regions
 from connector.worker.host_staging import make_host_buffers
 from connector.worker.registration import Registration, derive_registration, require_supported
 from tests.rig.facts import facts
+from tests.rig.layouts import plan_engine
 from tests.unit.builtin_worker import builtin_registration, differing_fields
 from tests.unit.vllm_setup import (
     HEAD_SIZE,

@@ -84,7 +84,8 @@ from statemachine.remote_engine import (
 )
 from statemachine.remote_engine.claims import DRIFT_DIVISOR
 from statemachine.remote_engine.core import ATTEMPTS_PER_LEASE
-from statemachine.trace import StepSeen, observer_of
+from statemachine.trace import StepSeen
+from tests.observer import observer_of
 from tests.rig.work import Counted
 
 S = 1_000_000_000

@@ -16,7 +16,7 @@ from vllm.utils import gpu_sync_debug
 from connector.layout.advertised import describe
 from connector.layout.geometry import BlockIdError, LayoutMismatch, RankLayout
 from connector.layout.landing import Permute
-from connector.layout.plan import EnginePlan, plan_engine
+from connector.layout.plan import EnginePlan
 from connector.layout.verification import SAMPLED_BLOCKS, compared, lent_blocks, lent_runs, match, spread
 from connector.nixl_connector import NixlActorConnector
 from connector.protocol import LeaseGranted, Stretch
@@ -37,7 +37,7 @@ from connector.wire.control import (
 )
 from connector.worker.block_sums import BlockSums, factors
 from statemachine.lease import LeaseName
-from tests.rig.layouts import attention_rank, attention_shapes
+from tests.rig.layouts import attention_rank, attention_shapes, plan_engine
 from tests.rig.sums import factor, sum_of, sums_of
 from tests.unit.vllm_setup import allocate, attention_spec, cache_config, engine_config, single_rank, write_model
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from connector.layout.advertised import describe
 from connector.layout.geometry import CacheGroup, LayoutMismatch, RankId, RankLayout
 from connector.layout.local import LocalRank
-from connector.layout.plan import plan_engine
 from connector.layout.remote import layout_from_metadata
 from connector.ports.zmq_bridge.requester import REPLY_FRAME_BYTES_MAX
 from connector.wire.bounded import DecodeFailed, render_untrusted, shorten
@@ -44,7 +43,7 @@ from connector.wire.metadata import (
 )
 from statemachine.failures import HandshakeMalformed, HandshakeRefused, Incompatible, WrongEngine
 from tests.rig.facts import facts
-from tests.rig.layouts import attention_rank, latent_shapes
+from tests.rig.layouts import attention_rank, latent_shapes, plan_engine
 from tests.unit.properties import on_any_machine
 from tests.unit.work import Work
 

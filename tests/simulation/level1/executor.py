@@ -12,7 +12,8 @@ from collections import deque
 from typing import Any, Protocol
 
 from statemachine.kernel import Effect, Event
-from statemachine.trace import Observer, StepSeen, observer_of
+from statemachine.trace import Observer, StepSeen
+from tests.observer import observer_of
 from tests.simulation.level1.clock import DriftingClock
 from tests.simulation.level1.heap import FOREVER, Call
 from tests.simulation.level1.world import World

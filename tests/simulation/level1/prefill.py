@@ -453,7 +453,7 @@ class PrefillRank(Executor):
 
     @property
     def open_leases(self) -> int:
-        return self.core.open_leases
+        return len(self.core.leases())
 
     # --- the scheduler ----------------------------------------------------------------------------------------------
 

@@ -628,10 +628,10 @@ class VllmEngine:
             supervisor, ledger = rank.supervisor, connector.worker_side.ledger
             counts |= {
                 f"READs on rank {rank.tp_rank}": rank.port.counts().reads,
-                f"open leases on rank {rank.tp_rank}": supervisor._lease_keeper.open_leases,
+                f"open leases on rank {rank.tp_rank}": len(supervisor._lease_keeper.leases()),
                 f"busy peers on rank {rank.tp_rank}": sum(not each.is_unused for each in supervisor._peers.values()),
-                f"receives in the ledger of rank {rank.tp_rank}": ledger.open_receives,
-                f"sends in the ledger of rank {rank.tp_rank}": ledger.open_sends,
+                f"receives in the ledger of rank {rank.tp_rank}": len(ledger._open_receives),
+                f"sends in the ledger of rank {rank.tp_rank}": len(ledger._open_sends),
             }
         return [f"{self.name} has {count} {what}" for what, count in counts.items() if count]
 
