@@ -11,6 +11,7 @@ under a lease that ran out in the meantime.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -44,3 +45,8 @@ class BootClock:
 def to_ns(seconds: float) -> int:
     """The nearest whole number of nanoseconds."""
     return round(seconds * NS_PER_SECOND)
+
+
+def seconds_until(deadline_ns: int | None, now_ns: int) -> float:
+    """For how long to wait: 0 if the deadline has passed, infinite if there is none."""
+    return math.inf if deadline_ns is None else max(0, deadline_ns - now_ns) / NS_PER_SECOND

@@ -7,13 +7,12 @@ requests.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import closing
 
 import trio
 
-from connector.clock import NS_PER_SECOND, Clock, to_ns
+from connector.clock import NS_PER_SECOND, Clock, seconds_until, to_ns
 from connector.config import ConnectorOptions
 from connector.ports.side_channel import SideChannel, SideChannelError
 from connector.protocol import MeetPeer, PeerAddress
@@ -94,7 +93,7 @@ class Introducer:
                 self._to_name.clear()
                 while True:
                     self._attention = trio.Event()
-                    with trio.move_on_after(self._seconds_to_deadline()):
+                    with trio.move_on_after(seconds_until(self._core.next_deadline(), self._clock.now_ns())):
                         await self._attention.wait()
                     self._carry_out(self._core.advance(self._clock.now_ns()))
             finally:
@@ -120,10 +119,6 @@ class Introducer:
             return PlaceRow(place=place, state="unknown", engine_id="", problem=TOO_MANY)
         engine_id = value.engine.engine_id if isinstance(value.engine, PeerKey) else ""
         return PlaceRow(place=place, state=value.state.value, engine_id=engine_id, problem=value.problem or "")
-
-    def _seconds_to_deadline(self) -> float:
-        deadline_ns = self._core.next_deadline()
-        return math.inf if deadline_ns is None else max(0, deadline_ns - self._clock.now_ns()) / NS_PER_SECOND
 
     def _feed(self, event: Event) -> list[Effect]:
         """Returns what was carried out because of it."""

@@ -21,14 +21,13 @@ A bug costs the one message that it occurs with, or the one effect. It is logged
 from __future__ import annotations
 
 import hmac
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
 
 import trio
 
-from connector.clock import NS_PER_SECOND, Clock, to_ns
+from connector.clock import Clock, seconds_until, to_ns
 from connector.config import ConnectorOptions
 from connector.observe.catalogue import LATE_NOTIFICATIONS, STRAY_NOTIFICATIONS
 from connector.observe.log import is_said
@@ -178,7 +177,7 @@ class LeaseKeeper:
                 serve = partial(self._serve_control, self._control)
                 nursery.start_soon(keep_running, "control socket", serve, self._log_crash)
             while True:
-                await self._inbox.wait(self._seconds_to_deadline())
+                await self._inbox.wait(seconds_until(self._core.next_deadline(), self._clock.now_ns()))
                 self._named_in_turn = 0
                 for _ in range(MESSAGES_PER_TURN_MAX):
                     if (message := self._inbox.take_one()) is None:
@@ -252,10 +251,6 @@ class LeaseKeeper:
             self._log_failure("notification", NotificationsDropped(dropped=self.notifications_dropped))
 
     # --- out --------------------------------------------------------------------------------------------------------
-
-    def _seconds_to_deadline(self) -> float:
-        deadline_ns = self._core.next_deadline()
-        return math.inf if deadline_ns is None else max(0, deadline_ns - self._clock.now_ns()) / NS_PER_SECOND
 
     def _step(self, step: Callable[[int], list[Effect]]) -> None:
         """Run the core once, and carry out what it says. What raises is logged, and only that is lost."""

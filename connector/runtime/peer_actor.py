@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 import trio
 
-from connector.clock import NS_PER_SECOND, to_ns
+from connector.clock import NS_PER_SECOND, seconds_until, to_ns
 from connector.layout.geometry import BlockIdError
 from connector.observe.catalogue import FAILED_HANDSHAKES
 from connector.ports import nixl
@@ -174,7 +174,7 @@ class PeerActor:
             if self.core.is_finished:
                 return
             self._wakes_at_ns = self._next_deadline()
-            with trio.move_on_after(self._seconds_to_wake()):
+            with trio.move_on_after(seconds_until(self._wakes_at_ns, self._context.clock.now_ns())):
                 await self._attention.wait()
 
     def tell(self, message: Event | PullCommand) -> None:
@@ -290,11 +290,6 @@ class PeerActor:
             except Exception as error:
                 self._context.log_crash(f"peer actor of {self._key.engine_id}", error)
         self._context.recorder.catch_up()
-
-    def _seconds_to_wake(self) -> float:
-        if self._wakes_at_ns is None:
-            return float("inf")
-        return max(0, self._wakes_at_ns - self._context.clock.now_ns()) / NS_PER_SECOND
 
     def put(self, command: PullCommand) -> None:
         """From the supervisor: a command for this engine."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import pytest
 
-from connector.clock import CLOCK_ID, NS_PER_SECOND, BootClock, Clock, to_ns
+from connector.clock import CLOCK_ID, NS_PER_SECOND, BootClock, Clock, seconds_until, to_ns
 
 
 @pytest.mark.parametrize(
@@ -15,6 +16,13 @@ from connector.clock import CLOCK_ID, NS_PER_SECOND, BootClock, Clock, to_ns
 )
 def test_seconds_become_whole_nanoseconds(seconds: float, nanoseconds: int) -> None:
     assert to_ns(seconds) == nanoseconds
+
+
+@pytest.mark.parametrize(
+    ("deadline_ns", "seconds"), [(None, math.inf), (2 * NS_PER_SECOND, 1.5), (NS_PER_SECOND // 2, 0.0), (0, 0.0)]
+)
+def test_what_is_over_is_not_waited_for_and_what_never_comes_for_ever(deadline_ns: int | None, seconds: float) -> None:
+    assert seconds_until(deadline_ns, NS_PER_SECOND // 2) == seconds
 
 
 def test_the_clock_counts_while_the_machine_is_suspended() -> None:

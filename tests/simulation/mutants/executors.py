@@ -785,8 +785,8 @@ SUPERVISOR = (
         row=9,
         broken="leases end by a clock that is set back and forth",
         changes=(
-            Edit(LeaseKeeper._step, "self._clock.now_ns()", "round(self._clock.wall() * NS_PER_SECOND)"),
-            Edit(LeaseKeeper._seconds_to_deadline, "self._clock.now_ns()", "round(self._clock.wall() * NS_PER_SECOND)"),
+            Edit(LeaseKeeper._step, "self._clock.now_ns()", "to_ns(self._clock.wall())"),
+            Edit(LeaseKeeper.run, "self._clock.now_ns()", "to_ns(self._clock.wall())"),
         ),
         place=level2("held", *(fault(Kind.WALL_CLOCK_JUMP, "p0", at, 0.1) for at in (1.0, 2.0, 3.0))),
     ),
