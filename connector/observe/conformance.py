@@ -37,11 +37,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from connector.observe.catalogue import kinds
 from connector.observe.history import LeaseKey, begins_process
 from connector.observe.trace_reader import ProcessTrace
 from connector.observe.traced import CREATED, MACHINES, TERMINAL
 from statemachine import hold, lease, peer, request
-from statemachine.failures import Failure
 from statemachine.kernel import Event, Machine
 from statemachine.trace import TransitionRecord
 
@@ -174,12 +174,6 @@ def _verdict(lives: list[_Life], missing: int = 0) -> Verdict:
     )
 
 
-def _kinds(failure: type[Failure]) -> Iterator[str]:
-    yield failure.__name__
-    for derived in failure.__subclasses__():
-        yield from _kinds(derived)
-
-
 class _Rules:
     """The tables by the names that records have."""
 
@@ -194,7 +188,7 @@ class _Rules:
             for (state, event), transition in machine.table.items()
             for target in transition.targets
         }
-        self.kinds = frozenset(_kinds(Failure))
+        self.kinds = frozenset(kinds())
 
     def why_not(self, record: TransitionRecord) -> str | None:
         """Why the table does not have this step; None: it does."""
