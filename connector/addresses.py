@@ -4,11 +4,40 @@ from __future__ import annotations
 
 import ipaddress
 
+from connector.wire.bounded import shorten
+
 
 def join_address(host: str, port: int | str) -> str:
-    """As everybody writes it, and `wire.bounded.split_address` reads it: an IPv6 address in brackets."""
+    """As everybody writes it, and `split_address` reads it: an IPv6 address in brackets."""
     bare = unbracketed(host)
     return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host, which may be empty, and port; an IPv6 address without its brackets, if it has any. Raises ValueError."""
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal() or not 0 < int(port) <= 65535:
+        raise ValueError(f"{shorten(address)!r} is not host:port of a side channel")
+    return host.strip("[]"), int(port)
+
+
+def split_place(place: str) -> tuple[str, int]:
+    """Host and port of a `Place` (`wire.bounded`); an IPv6 address without its brackets. Raises ValueError."""
+    if lacks_brackets(place):
+        raise ValueError(
+            f"{shorten(place)!r} is not host:port: an IPv6 address has to be in brackets, as in [::1]:5600"
+        )
+    host, port = split_address(place)
+    if not host:
+        raise ValueError(f"{shorten(place)!r} is not host:port of a side channel")
+    return host, port
+
+
+def lacks_brackets(address: str) -> bool:
+    """Whether its host is an IPv6 address without brackets. Of one that a person wrote nobody can tell whether it has a
+    port at all: `::1` would be host `:` and port 1."""
+    host = address.rpartition(":")[0]
+    return ":" in host and not (host.startswith("[") and host.endswith("]"))
 
 
 def unbracketed(host: str) -> str:

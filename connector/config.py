@@ -22,9 +22,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from connector.addresses import split_place
 from connector.observe.log import get_logger
 from connector.observe.trace_log import FILE_BYTES, FILES_KEPT, TraceDirectoryError, make_writable
-from connector.wire.bounded import Place, render_untrusted, split_place
+from connector.wire.bounded import Place, render_untrusted
 from statemachine.introduction import PLACES_MAX
 
 TRACE_DIRECTORY_VARIABLE = "NIXL_ACTOR_TRACE_DIR"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import trio
 
-from connector.addresses import join_address
+from connector.addresses import join_address, lacks_brackets, split_address
 from connector.ports.curve_keys import CurveKeys
 from connector.ports.gate import ANYBODY, Access
 from connector.ports.host_names import HostNames
@@ -26,7 +26,7 @@ from connector.ports.side_channel import (
     SideChannel,
     SideChannelError,
 )
-from connector.wire.bounded import HOST_LENGTH_MAX, DecodeFailed, lacks_brackets, shorten, split_address
+from connector.wire.bounded import HOST_LENGTH_MAX, DecodeFailed, shorten
 from connector.wire.handshake import Advertisement, decode_advertisement, encode_request
 from statemachine import failures
 

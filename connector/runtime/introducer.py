@@ -12,12 +12,13 @@ from contextlib import closing
 
 import trio
 
+from connector.addresses import split_place
 from connector.clock import NS_PER_SECOND, Clock, seconds_until, to_ns
 from connector.config import ConnectorOptions
 from connector.ports.side_channel import SideChannel, SideChannelError
 from connector.protocol import MeetPeer, PeerAddress
 from connector.wire.administration import MEET_PLACES_MAX, MeetReport, PlaceRow
-from connector.wire.bounded import DecodeFailed, split_place
+from connector.wire.bounded import DecodeFailed
 from connector.wire.handshake import decode_advertisement, encode_request
 from statemachine import introduction as core
 from statemachine.introduction import IntroductionLimits, Introductions

@@ -56,33 +56,6 @@ Fields: TypeAlias = dict[str, msgspec.Raw]
 _fields_decoder = msgspec.msgpack.Decoder(Fields)
 
 
-def split_place(place: str) -> tuple[str, int]:
-    """Host and port of what PLACE_PATTERN describes; an IPv6 address without its brackets. Raises ValueError."""
-    if lacks_brackets(place):
-        raise ValueError(
-            f"{shorten(place)!r} is not host:port: an IPv6 address has to be in brackets, as in [::1]:5600"
-        )
-    host, port = split_address(place)
-    if not host:
-        raise ValueError(f"{shorten(place)!r} is not host:port of a side channel")
-    return host, port
-
-
-def lacks_brackets(address: str) -> bool:
-    """Whether its host is an IPv6 address without brackets. Of one that a person wrote nobody can tell whether it has a
-    port at all: `::1` would be host `:` and port 1."""
-    host = address.rpartition(":")[0]
-    return ":" in host and not (host.startswith("[") and host.endswith("]"))
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Host, which may be empty, and port; an IPv6 address without its brackets, if it has any. Raises ValueError."""
-    host, _, port = address.rpartition(":")
-    if not port.isdecimal() or not 0 < int(port) <= 65535:
-        raise ValueError(f"{shorten(address)!r} is not host:port of a side channel")
-    return host.strip("[]"), int(port)
-
-
 class DecodeFailed(Exception):
     """Bytes from outside are not what the wire format says. `detail` is bounded, and fit for a log line or a reply."""
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from connector.addresses import is_all_interfaces, is_loopback, join_address
+from connector.addresses import is_all_interfaces, is_loopback, join_address, split_address
 from connector.protocol import PeerAddress
-from connector.wire.bounded import split_address
 
 
 @pytest.mark.parametrize(
