@@ -275,3 +275,17 @@ MACHINE: Machine[Lease] = Machine(
         **pairs((_HELD,), (Granted,), "a request finishes once"),
     },
 )
+
+
+def holders_in_words(ended: Lease) -> str:
+    """Who wanted its blocks, and how far each has come."""
+    if not ended.holders:
+        return "no decode engine has asked for it"
+    held = "held by " + ", ".join(
+        f"{holder.engine_id or 'built-in engines'} ({len(holder.released)} of {holder.ranks} ranks are done)"
+        for holder in ended.holders
+    )
+    # Who holds it is alive, then: it is not the length of a lease that was too short.
+    if not ended.is_renewable or ended.deadline_ns < ended.latest_ns:
+        return held
+    return f"{held}, and renewed until its limit (lease_limit_seconds, or the grace period of a drain)"

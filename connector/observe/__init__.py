@@ -1,6 +1,7 @@
 """What people and dashboards see of the connector. Nothing here decides anything, and nothing here may fail a request.
 
-log              lines for people: what runs, what becomes of peers, every request that went wrong
+log              lines for people: the logger, and how many lines there may be
+event_log        what becomes of peers, leases and requests, in lines: every request that went wrong
 advice           what to do about each kind of failure, in one line
 hang_notice      says that a thread hangs, once, and when it goes on
 stats            figures per interval: vLLM's periodic log line and Prometheus

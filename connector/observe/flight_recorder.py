@@ -22,7 +22,6 @@ from collections import deque
 from typing import Any, NamedTuple, TypeAlias
 
 from connector.clock import NS_PER_SECOND
-from connector.observe.log import holders_in_words
 from connector.observe.traced import CREATED, MACHINE_OF
 from statemachine import hold, lease, request
 from statemachine.failures import Failure
@@ -112,7 +111,7 @@ def render(fields: tuple[Any, ...], number: int, wall: float, engine_id: str, ra
         kept_until_ns = after.deadline_ns or None
         if after.state is lease.State.EXPIRED and (after.is_renewable or after.holders):
             # One that lends blocks back for a fixed time may well end unread, and not by decode engines.
-            who = holders_in_words(after)
+            who = lease.holders_in_words(after)
     else:
         name, failure = after.engine_id, after.failure
     return TransitionRecord(

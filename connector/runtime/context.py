@@ -12,7 +12,7 @@ from connector.clock import Clock, to_ns
 from connector.config import ConnectorOptions
 from connector.layout.local import LocalRank
 from connector.layout.plan_cache import PlanCache
-from connector.observe.log import EventLog
+from connector.observe.event_log import EventLog
 from connector.ports.side_channel import SideChannel
 from connector.protocol import Outcome
 from connector.runtime.pace import Pace

@@ -26,7 +26,7 @@ from connector.clock import NS_PER_SECOND, Clock, to_ns
 from connector.config import ConnectorOptions
 from connector.layout.local import LocalRank
 from connector.layout.plan_cache import PlanCache
-from connector.observe.log import EventLog
+from connector.observe.event_log import EventLog
 from connector.ports.nixl import NixlPort, NotificationReceived
 from connector.ports.side_channel import Listener, SideChannel
 from connector.protocol import (

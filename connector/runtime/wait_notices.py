@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 
 from connector.clock import NS_PER_SECOND, to_ns
-from connector.observe.log import WAIT_SAID_AFTER_SECONDS, EventLog, describe_wait
+from connector.observe.event_log import WAIT_SAID_AFTER_SECONDS, EventLog, describe_wait
 from connector.protocol import StartPull, TrackLease
 from statemachine.remote_engine import RemoteEngine
 

@@ -40,7 +40,8 @@ from connector.clock import NS_PER_SECOND, Clock, to_ns
 from connector.config import ConnectorOptions, in_force
 from connector.key_files import listener_access, own_workers_access, params_key_file, warn_of_insecurity
 from connector.observe import catalogue
-from connector.observe.log import CrashCount, EventLog, FailureLog, get_logger
+from connector.observe.event_log import EventLog, FailureLog
+from connector.observe.log import CrashCount, get_logger
 from connector.observe.stats import EngineStats
 from connector.own_address import told_host
 from connector.protocol import (

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from connector.observe.log import EventLog
+from connector.observe.event_log import EventLog
 from connector.scheduler.kept_blocks import KeptBlocks
 
 if TYPE_CHECKING:

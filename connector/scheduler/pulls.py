@@ -36,7 +36,8 @@ from connector.clock import NS_PER_SECOND, Clock
 from connector.config import ConnectorOptions
 from connector.key_files import ParamsKeyFile
 from connector.observe import catalogue
-from connector.observe.log import FailureLog, get_logger, is_said
+from connector.observe.event_log import FailureLog
+from connector.observe.log import get_logger, is_said
 from connector.protocol import GroupPull, PeerAddress, RejectPull, StartPull, TrackLease
 from connector.scheduler.cache_groups import CacheGroups
 from connector.scheduler.prefix_digest import numbers_media, prefix_digests, prompt_digests

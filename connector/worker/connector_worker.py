@@ -30,16 +30,9 @@ from connector.key_files import channel_access
 from connector.layout.geometry import RankLayout
 from connector.layout.verification import lent_blocks, lent_runs
 from connector.observe import catalogue
+from connector.observe.event_log import EventLog, FailureLog
 from connector.observe.hang_notice import HangNotice
-from connector.observe.log import (
-    CrashCount,
-    EventLog,
-    FailureLog,
-    StrangerLog,
-    get_logger,
-    log_crash,
-    root_cause,
-)
+from connector.observe.log import CrashCount, StrangerLog, get_logger, log_crash, root_cause
 from connector.observe.sinks import combined
 from connector.observe.spans import makes_spans
 from connector.observe.stats import ConnectorStats

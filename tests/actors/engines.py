@@ -26,7 +26,7 @@ from connector.layout.geometry import RankId
 from connector.layout.landing import Permute
 from connector.layout.local import LocalRank
 from connector.layout.shapes import LayerShape
-from connector.observe.log import EventLog
+from connector.observe.event_log import EventLog
 from connector.observe.sinks import combined
 from connector.ports.gate import Access
 from connector.ports.nixl import MemoryRange, NixlEvent, NotificationReceived, PortCounts, ReadEnded

@@ -10,7 +10,7 @@ import pytest
 import trio
 
 from connector.config import ConnectorOptions
-from connector.observe.log import WAIT_SAID_AFTER_SECONDS
+from connector.observe.event_log import WAIT_SAID_AFTER_SECONDS
 from tests.actors.engines import HELD_SECONDS, LEASE_SECONDS, WarpedClock, engine, lend_by_all, until
 from tests.actors.test_peers import is_served, reads
 from tests.actors.test_pull import run

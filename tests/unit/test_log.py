@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from connector.clock import BootClock
 from connector.observe import log
 from connector.observe.advice import WHAT_TO_DO, advice_of
+from connector.observe.event_log import EventLog, FailureLog, describe_wait
 from connector.observe.log import (
     CAUSES_COUNTED_MAX,
     LINES_PER_CAUSE,
@@ -25,10 +26,7 @@ from connector.observe.log import (
     QUIET_SECONDS,
     STRANGERS_COUNTED_MAX,
     WINDOW_SECONDS,
-    EventLog,
-    FailureLog,
     StrangerLog,
-    describe_wait,
     get_logger,
     log_crash,
 )
@@ -154,7 +152,8 @@ _WITHOUT_A_TERMINAL = """
 import io, logging, os, sys
 from vllm.config.logging import LoggingConfig
 from vllm.logger import configure_logging
-from connector.observe.log import FailureLog, get_logger, log_crash
+from connector.observe.event_log import FailureLog
+from connector.observe.log import get_logger, log_crash
 from statemachine.failures import AbortedByClient, DeadlineExceeded
 said = os.dup(1)
 configure_logging(LoggingConfig(log_level="INFO"))

@@ -26,7 +26,8 @@ from connector.clock import NS_PER_SECOND, to_ns
 from connector.config import ConnectorOptions
 from connector.layout.geometry import RankLayout
 from connector.layout.local import LocalRank
-from connector.observe.log import EventLog, FailureLog, get_logger, log_crash
+from connector.observe.event_log import EventLog, FailureLog
+from connector.observe.log import get_logger, log_crash
 from connector.observe.trace_log import JsonLinesSink
 from connector.ports.nixl import MemoryRange
 from connector.protocol import Command, PeerAddress
