@@ -131,7 +131,8 @@ def test_an_agent_that_is_loaded_while_its_last_owner_lets_go_stays_loaded() -> 
 
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(load)
-                await trio.lowlevel.checkpoint()
+                while not reads._removed:
+                    await trio.lowlevel.checkpoint()
                 await reads.unload_agent(name, first, None, lambda: None)
             assert loaded == [name]
             assert d.counts().remote_agents == 1

@@ -402,13 +402,27 @@ READS = (
         row=47,
         broken="the agent of a connection that broke stays loaded, so that it can never be loaded afresh",
         changes=(
-            Edit(
-                Reads.unload_agent,
-                "del self._agents[name]\n    try:\n        await self.port.remove_remote_agent(name)",
-                "agent.owners[owner] = None\n    try:\n        pass",
-            ),
+            Edit(Reads.unload_agent, "del self._agents[name]", "agent.owners[owner] = None"),
+            Edit(Reads.unload_agent, "await self.port.remove_remote_agent(name)", "pass"),
         ),
         place=level2("recovery", *READ_ERRORS),
+    ),
+    Mutant(
+        name="loaded while it was removed",
+        broken="an agent whose last owner lets go while another one loads it is taken for loaded",
+        changes=(Edit(Reads.load_agent, "if name not in removed:", "if True:"),),
+        place=ByTest(
+            "tests/actors/test_shared_agents.py::test_an_agent_that_is_loaded_while_its_last_owner_lets_go_stays_loaded"
+        ),
+    ),
+    Mutant(
+        name="what was not heard waits for the device",
+        broken="a request that a retired actor has not heard of goes to its successor behind its own end",
+        changes=(Edit(Supervisor._run_peer, "self._deliver_now(command)", "self.deliver(command)"),),
+        place=ByTest(
+            "tests/unit/test_held_commands.py::"
+            "test_what_a_retired_actor_has_not_heard_goes_to_its_successor_before_what_waits_for_the_device"
+        ),
     ),
     Mutant(
         name="over while another keeps the agent",
