@@ -37,7 +37,7 @@ from connector.wire.administration import Meet
 from connector.wire.notifications import encode_release
 from statemachine import request
 from statemachine.draining import State
-from statemachine.lease import LeaseName
+from statemachine.lease import Lease, LeaseName
 from statemachine.trace import TransitionRecord
 from tests.simulation.active_faults import ActiveFaults
 from tests.simulation.agenda import Agenda, Signal
@@ -125,6 +125,18 @@ GARBAGE = (
     ),
     *control.encode_answer(control.HoldAnswer(sent_ns=0)),
 )
+
+
+def _release_by_a_stranger(leases: Iterable[Lease]) -> tuple[bytes, ...] | None:
+    """Of what a rank is promised: tools are told by which engine and under which name it is held."""
+    for lease in leases:
+        for holder in lease.holders:
+            for reader in sorted(holder.told):
+                release = control.Release(
+                    engine_id=holder.engine_id, rank=reader.rank, ranks=holder.ranks, leases=(lease.name,)
+                )
+                return control.encode_request(release)
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -589,6 +601,10 @@ class Cluster:
             rank = chance.choice(self._ranks(fault))
             self._around.network.inject(rank.host, rank.control.port, frames[:1] or (chance.choice(GARBAGE),))
             self._around.nixl.send("stranger.1", rank.port, chance.choice(GARBAGE))
+            for each in self._ranks(fault):
+                if (forged := _release_by_a_stranger(each.supervisor._lease_keeper.leases())) is not None:
+                    self._around.network.inject(each.host, each.control.port, forged)
+                    self._oracles.coverage["released by a stranger in the name of a holder"] += 1
             await trio.sleep(GARBAGE_SECONDS)
 
     async def _flood(self, fault: Fault) -> None:

@@ -46,6 +46,7 @@ import trio
 from connector.clock import NS_PER_SECOND, to_ns
 from connector.config import ConnectorOptions
 from connector.runtime.restarts import RESTART_DELAY_SECONDS_MAX
+from connector.wire import control
 from statemachine.failures import BadParams, ConnectorStopped, Corrupt, Failure, LeaseOver, QuarantineFull
 from statemachine.lease import LeaseName
 from tests.simulation.faults import HARMLESS_KINDS, KEEPER_KINDS, LOSSY_KINDS, Fault, Kind
@@ -168,6 +169,7 @@ class Lent:
             been promised so much.
         freed_seconds: when it ended, or its process did.
         holders: by engine id, as far as messages have arrived.
+        promised: processes that have asked to hold it and have not released it since.
         waiting: the consumers that have not let go of the blocks: their engine, and since when they were announced.
         decodes: the engines that have taken the prompt over.
         let_go_seconds: when the last consumer let go.
@@ -187,6 +189,7 @@ class Lent:
     ends: int = 0
     freed_seconds: float = inf
     holders: dict[str, Holder] = field(default_factory=dict)
+    promised: set[str] = field(default_factory=set)
     waiting: dict[Consumer, tuple[str, float]] = field(default_factory=dict)
     decodes: set[str] = field(default_factory=set)
     let_go_seconds: float = 0.0
@@ -443,14 +446,13 @@ class Oracles:
             return None
         return lents[tp_rank]
 
-    def hold(
-        self, lent: Lent, engine_id: str, rank: int, ranks: int, now_ns: int, leaves_ns: int | None = None
-    ) -> None:
+    def hold(self, lent: Lent, asked: control.Hold, now_ns: int, leaves_ns: int | None = None) -> None:
         """A message has arrived that asks for it; a rank that has released it wants it again. `leaves_ns`: when the
         grace period is over of an engine that is to end."""
-        holder = lent.holders.setdefault(engine_id, Holder(ranks=ranks))
-        holder.ranks = max(holder.ranks, ranks)
-        holder.released.discard(rank)
+        holder = lent.holders.setdefault(asked.engine_id, Holder(ranks=asked.ranks))
+        holder.ranks = max(holder.ranks, asked.ranks)
+        holder.released.discard(asked.rank)
+        lent.promised.add(asked.process)
         deadline_ns = now_ns + to_ns(self.options.kv_lease_duration)
         if leaves_ns is not None:
             deadline_ns = min(deadline_ns, leaves_ns)
@@ -460,11 +462,12 @@ class Oracles:
             deadline_ns = min(deadline_ns, lent.latest_ns)
         lent.deadline_ns = max(lent.deadline_ns, deadline_ns)
 
-    def release(self, lent: Lent, engine_id: str, rank: int, ranks: int) -> None:
+    def release(self, lent: Lent, asked: control.Release) -> None:
         """A message has arrived that it is needed no more."""
-        holder = lent.holders.setdefault(engine_id, Holder(ranks=ranks))
-        holder.ranks = max(holder.ranks, ranks)
-        holder.released.add(rank)
+        holder = lent.holders.setdefault(asked.engine_id, Holder(ranks=asked.ranks))
+        holder.ranks = max(holder.ranks, asked.ranks)
+        holder.released.add(asked.rank)
+        lent.promised.discard(asked.process)
 
     def take_over(self, owner: str, request_id: str, decode: str, consumer: str, ranks: int) -> None:
         """`consumer` on the ranks of `decode` is going to read the blocks."""
@@ -532,6 +535,7 @@ class Oracles:
         whose = f"rank {lent.tp_rank} of {lent.owner}"
         readers = [each for each, (decode, _) in lent.waiting.items() if decode == BUILTIN_READERS]
         open_holders = [engine_id for engine_id, holder in lent.holders.items() if not holder.is_complete]
+        open_holders += sorted(lent.promised)
         if self._keeper_crashed(lent):
             open_holders = []  # what they asked may have been lost in the crash; they are told that they came too late
         if readers or open_holders or not (lent.holders or BUILTIN_READERS in lent.decodes):

@@ -368,9 +368,9 @@ class Rank:
             if lent is None:
                 continue
             if isinstance(message, control.Hold):
-                oracles.hold(lent, message.engine_id, message.rank, message.ranks, now_ns, self._leaves_ns)
+                oracles.hold(lent, message, now_ns, self._leaves_ns)
             else:
-                oracles.release(lent, message.engine_id, message.rank, message.ranks)
+                oracles.release(lent, message)
 
     def _note_problem(self, line: str) -> None:
         """Begins with "the engine at", and its place."""
