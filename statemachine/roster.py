@@ -24,8 +24,9 @@ Rules:
   one that is retired itself: its answer has come late, after that of the engine which has replaced it.
 * A member that is unused and not connected is retired when it was not asked for in a long time. A live connection is
   kept however idle it is: each removal of an agent that is used again leaks sockets (docs/nixl.md fact 11).
-* A member is retired once. READs that hang may keep it for long, but it has made room already, and what is asked of
-  it meanwhile is handed to it all the same: it ends in it, or in its successor.
+* A member is retired once. It has made room then; what is asked of it before it has ended is handed to it all the same,
+  and ends in it, or in its successor. But READs that hang may keep it for ever. When it has nothing else left and is
+  asked for, it is recalled, and needs room as a newcomer does: the engine may be back, elsewhere under its id.
 * An abort goes to the member that the request was handed to.
 * While too many blocks are in quarantine (`quarantine.py`), a request that is to be read is refused, whichever engine
   has its KV; that engine is told, as of one that needs nothing. Who only waits in the queue is handed to its member
@@ -67,6 +68,11 @@ class Member(Protocol):
 
     @property
     def is_connected(self) -> bool: ...
+
+    @property
+    def is_gone(self) -> bool:
+        """Nothing is left of it but READs that hang."""
+        ...
 
 
 # --- events: from the engine ----------------------------------------------------------------------------------------
@@ -192,6 +198,12 @@ class NoteQuarantine(Effect, frozen=True, kw_only=True):
 
 class Retire(Effect, frozen=True, kw_only=True):
     """Let a member end, as soon as it can; feed Ended."""
+
+    key: PeerKey
+
+
+class Recall(Effect, frozen=True, kw_only=True):
+    """A member that was retired is wanted again, and would not end: let it go on."""
 
     key: PeerKey
 
@@ -341,14 +353,17 @@ class Roster:
             return self._turn_away_for_now(asked, entry, full)
         if asked.is_awaited and (blocks := self._quarantine.blocks_of((key, asked.request_id))):
             return self._turn_away_for_now(asked, entry, RequestIdInQuarantine(blocks=blocks))
-        if entry is None:
+        is_recalled = entry is not None and entry.is_retired and self._member(key).is_gone
+        if entry is None or is_recalled:
             if self._staying >= self._members_max:
                 effects = self._make_room(takes_connected=asked.is_needed)
                 if not effects:
                     crowded = TooManyPeers(peer=key.engine_id, address=asked.place, limit=self._members_max)
                     return self._turn_away(asked, crowded)
+            if is_recalled:
+                self._forget(key)
             self._enter(key, asked.place, now_ns)
-            effects.append(Admit(key=key, message=message))
+            effects.append(Recall(key=key) if is_recalled else Admit(key=key, message=message))
         else:
             entry.asked_ns = now_ns
         if asked.is_awaited:

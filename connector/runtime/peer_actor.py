@@ -152,6 +152,11 @@ class PeerActor:
     def is_connected(self) -> bool:
         return self.core.is_connected
 
+    @property
+    def is_gone(self) -> bool:
+        """Nothing is left of it but READs that hang."""
+        return self.core.is_gone
+
     async def run(self) -> None:
         """Until the core is finished with this engine."""
         async with trio.open_nursery() as nursery:

@@ -67,7 +67,7 @@ from statemachine.failures import ActorCrashed, ConnectorStopped, Failure
 from statemachine.kernel import Effect, Event
 from statemachine.lease import LeaseName
 from statemachine.quarantine import limit_of
-from statemachine.remote_engine import Retire, Stop
+from statemachine.remote_engine import Recall, Retire, Stop
 from statemachine.roster import PeerKey, Roster
 from statemachine.trace import StepSeen
 
@@ -379,6 +379,8 @@ class Supervisor:
                     self._admit(key, command.peer)
                 case roster.Retire(key=key):
                     self._peers[key].tell(Retire())
+                case roster.Recall(key=key):
+                    self._peers[key].tell(Recall())
                 case roster.Refuse():
                     self._refuse(effect)
                 case roster.TellNotNeeded(key=key, message=command):

@@ -53,6 +53,7 @@ from statemachine.remote_engine.messages import (
     NotNeeded,
     PostReads,
     ReadEnded,
+    Recall,
     ReleaseAnswered,
     Report,
     ResolveBlocks,
@@ -97,6 +98,7 @@ class RemoteEngine:
         self._limits = limits
         self._identity = identity
         self._peer = peer.Peer(engine_id=engine_id)
+        self._is_stopped = False
         self._departure = departure.Departure()
         # Requests that have not ended. Removed in the step that reports them, so each is reported exactly once.
         self._requests: dict[str, request.Request] = {}
@@ -172,7 +174,12 @@ class RemoteEngine:
                 self._suspect(number, failure, now_ns)
             case Retire():
                 self._step_peer(peer.Retired(), now_ns)
+            case Recall():
+                if self.is_gone:
+                    self._peer = peer.Peer(engine_id=self.engine_id)
+                    self._outcome.steps.append(("peer", self.engine_id, None, None, self._peer))
             case Stop(failure=failure):
+                self._is_stopped = True
                 self._fail_requests(failure, now_ns)
                 self._claims.drop_all()
                 self._step_peer(peer.Retired(), now_ns)
@@ -206,6 +213,12 @@ class RemoteEngine:
     def is_retired(self) -> bool:
         """Given up already; READs that hang may keep it for long."""
         return self._peer.is_retiring or self._peer.state is peer.State.GONE
+
+    @property
+    def is_gone(self) -> bool:
+        """Retired, and nothing is left of it but READs that hang: they may for ever. Not when the connector stops."""
+        is_left_over = self._peer.state is peer.State.GONE and not (self._requests or self._connections.are_over)
+        return is_left_over and not self._is_stopped
 
     @property
     def takes_nobody(self) -> bool:
@@ -766,6 +779,7 @@ class RemoteEngine:
         other._requests = dict(self._requests)
         other._waiting, other._proving = dict(self._waiting), dict(self._proving)
         other._life = self._life
+        other._is_stopped = self._is_stopped
         other._backoff_until_ns = self._backoff_until_ns
         other._timers = self._timers.copy()
         other._connections = self._connections.copy()
@@ -779,6 +793,7 @@ class RemoteEngine:
             self._peer,
             self._departure.state,
             self._life,
+            self._is_stopped,
             frozenset(self._freeze_request(each, now_ns) for each in self._requests.values()),
             self._timers.freeze(now_ns),
             self._connections.freeze(),

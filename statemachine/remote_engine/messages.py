@@ -196,6 +196,11 @@ class Retire(Event, frozen=True, kw_only=True):
     """Give this engine up."""
 
 
+class Recall(Event, frozen=True, kw_only=True):
+    """This engine is wanted after all, although it was retired: only READs that hang are left of it. It is connected
+    anew, beside them."""
+
+
 class Stop(Event, frozen=True, kw_only=True):
     """The connector stops: fail every request."""
 

@@ -29,9 +29,12 @@ class Answer(Enum):
 
 
 class LateReads:
-    """Takes over the READs that the agent `agent_name` posts from now on, until `let_go`."""
+    """Takes over the READs that the agent `agent_name` posts from now on, `kept_max` at most, until `let_go`."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, agent_name: str, answer: Answer) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, agent_name: str, answer: Answer, kept_max: int | None = None
+    ) -> None:
+        self._kept_max = kept_max
         self.posted = 0
         """READs taken over."""
         self.landed = 0
@@ -65,7 +68,7 @@ class LateReads:
         return error
 
     def _transfer(self, agent: Any, handle: Any, *args: Any) -> str:
-        if not self._holding:
+        if not self._holding or self.posted == self._kept_max:
             state: str = self._original["transfer"](agent, handle, *args)
             return state
         self.posted += 1

@@ -83,6 +83,31 @@ def test_a_peer_whose_read_never_ended_gets_no_more_of_them(monkeypatch: pytest.
     run(test)
 
 
+def test_a_peer_that_comes_back_elsewhere_is_read_from_while_a_read_from_before_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It had vanished, another engine had taken its place, and its READs may hang for ever."""
+
+    async def test() -> None:
+        async with engine("p", serves=True) as p, engine("d", options=OPTIONS) as d:
+            await is_served(d, p, "before")
+            late = LateReads(monkeypatch, d.port.agent_name, Answer.IN_FLIGHT, kept_max=1)
+            d.borrow("a", lend_by_all([p], "remote-a"), p.address, [10], [1])
+            await until(lambda: late.posted)
+            (key,) = d.supervisor._peers
+            d.supervisor._carry_out(d.supervisor._roster._retire([key]))
+            assert (await until(lambda: d.received("a"))).quarantined
+            await until(lambda: d.supervisor._peers[key].is_gone)
+            async with engine("p", serves=True) as elsewhere:
+                await is_served(d, elsewhere, "again")
+                assert not is_lifted(d, [10])
+                late.let_go()
+                await until(lambda: is_lifted(d, [10]))
+                await is_served(d, elsewhere, "after")
+
+    run(test)
+
+
 def test_a_known_peer_whose_read_never_ends_is_not_connected_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever is at its place is to be met before the READ has ended, which may be never."""
     lost: list[PeerKey] = []

@@ -65,6 +65,7 @@ from statemachine.remote_engine import (
     NotNeeded,
     PostReads,
     ReadEnded,
+    Recall,
     ReleaseAnswered,
     RemoteEngine,
     Report,
@@ -1031,6 +1032,36 @@ def test_a_retired_engine_with_reads_that_hang_is_not_finished_before_they_end()
     assert drive.end("a") == [LiftQuarantine(request_id="a"), TearDown(connection=1, failure=NEVER_ENDED)]
     drive.feed(TornDown(connection=1))
     assert drive.core.is_finished
+
+
+def test_a_retired_engine_of_which_only_reads_that_hang_are_left_is_connected_anew_when_it_is_recalled() -> None:
+    """It may have come back elsewhere under its id, and its READs of before may hang for ever."""
+    drive = reading()
+    drive.feed(Retire())
+    drive.wait(30 * S)
+    assert drive.core.is_gone
+    assert drive.start("b", LeaseName("p-x", 2)) == [failed("b", PeerRetired(peer="p"))]
+    assert drive.feed(Recall()) == [StartHandshake(address="host:1")], "it is owed a release"
+    assert (drive.core.is_gone, drive.core.is_retired) == (False, False)
+    assert drive.start("c", LeaseName("p-c", 3)) == []
+    drive.connect(2)
+    assert drive.resolve("c", number=2) != []
+    assert drive.end("a") == [LiftQuarantine(request_id="a"), TearDown(connection=1, failure=NEVER_ENDED)]
+    drive.feed(TornDown(connection=1))
+    assert (drive.state, drive.core.is_finished) == (peer.State.READY, False)
+    drive.feed(Retire())
+    assert drive.core.is_retired
+
+
+@pytest.mark.parametrize("end", [Retire(), Stop(failure=STOPPED)])
+def test_nothing_is_recalled_that_ends_by_itself(end: Event) -> None:
+    drive = reading()
+    drive.feed(end)
+    assert not drive.core.is_gone
+    assert drive.feed(Recall()) == []
+    assert drive.core.is_retired
+    drive.wait(30 * S)
+    assert drive.core.is_gone == isinstance(end, Retire)
 
 
 def test_stop_fails_everything_and_says_nothing_more() -> None:

@@ -26,6 +26,7 @@ from statemachine.roster import (
     PeerKey,
     QuarantineBegan,
     QuarantineEnded,
+    Recall,
     Refuse,
     Rejected,
     RequestEnded,
@@ -52,6 +53,7 @@ class State:
 
     is_unused: bool = True
     is_connected: bool = False
+    is_gone: bool = False
 
 
 class Driver:
@@ -238,6 +240,23 @@ def test_who_was_retired_still_gets_what_is_asked_of_it_until_it_has_ended() -> 
 
 
 # --- who is retired ------------------------------------------------------------------------------------------------
+
+
+def test_who_was_retired_and_would_not_end_is_recalled_and_needs_room() -> None:
+    drive = Driver(members_max=1)
+    drive.ask(A)
+    assert retired(drive.ask(B)) == ["a"]
+    drive.members[A].is_gone = True
+    drive.members[B].is_unused = False
+    (refused,) = drive.ask(A, place="elsewhere:1")
+    assert isinstance(refused, Refuse)
+    drive.members[B].is_unused = True
+    assert drive.ask(A, place="elsewhere:1") == [Retire(key=B), Recall(key=A), HandOver(key=A, message="r")]
+    view = drive.roster.view(A)
+    assert view is not None
+    assert (view.place, view.is_retired) == ("elsewhere:1", False)
+    drive.members[A].is_gone = False
+    assert drive.ask(A) == [HandOver(key=A, message="r")]
 
 
 def test_other_engines_at_the_place_of_one_that_has_answered_are_retired() -> None:
@@ -561,7 +580,8 @@ class Orders(RuleBasedStateMachine):
         staying = self.staying()
         free = [each for each in staying if drive.members[each].is_unused and not drive.members[each].is_connected]
         free.sort(key=lambda each: self.asked_ns[each])
-        is_known, has_room = key in drive.members, len(staying) < self.LIMIT
+        is_known, has_room = self.is_known(key), len(staying) < self.LIMIT
+        begins = self.begins(key)
         effects = drive.ask(key, self.now_ns, place=place, is_awaited=False, is_needed=False)
         if is_known:
             assert effects == [handed]
@@ -569,9 +589,17 @@ class Orders(RuleBasedStateMachine):
         elif not has_room and not free:
             assert effects == []
         else:
-            assert effects[-2:] == [Admit(key=key, message="r"), handed]
+            assert effects[-2:] == [begins, handed]
             self.expect(effects[:-2], [] if has_room else free[:1])
+            self.leaving.discard(key)
             self.place[key], self.asked_ns[key] = place, self.now_ns
+
+    def is_known(self, key: PeerKey) -> bool:
+        """Whether there is a member that takes it in."""
+        return key in self.drive.members and not (key in self.leaving and self.drive.members[key].is_gone)
+
+    def begins(self, key: PeerKey) -> Effect:
+        return Recall(key=key) if key in self.drive.members else Admit(key=key, message="r")
 
     @rule(key=KEYS, place=PLACES)
     def ask(self, key: PeerKey, place: str) -> None:
@@ -581,26 +609,27 @@ class Orders(RuleBasedStateMachine):
             kinds = [Refuse, TellNotNeeded] if key in drive.members else [Refuse]
             assert [type(effect) for effect in drive.ask(key, self.now_ns, place=place)] == kinds
             return
-        if key in drive.members:
+        if self.is_known(key):
             assert drive.ask(key, self.now_ns, place=place) == [handed]
             self.asked_ns[key] = self.now_ns
             return
-        staying = self.staying()
+        begins, staying = self.begins(key), self.staying()
         free = [each for each in staying if drive.members[each].is_unused]
         free.sort(key=lambda each: (drive.members[each].is_connected, self.asked_ns[each]))
         effects = drive.ask(key, self.now_ns, place=place)
         if len(staying) == self.LIMIT and not free:
             assert [type(effect) for effect in effects] == [Refuse]
             return
-        assert effects[-2:] == [Admit(key=key, message="r"), handed]
+        assert effects[-2:] == [begins, handed]
         self.expect(effects[:-2], free[:1] if len(staying) == self.LIMIT else [])
+        self.leaving.discard(key)
         self.place[key], self.asked_ns[key] = place, self.now_ns
 
-    @rule(data=st.data(), is_unused=st.booleans(), is_connected=st.booleans())
-    def change(self, data: st.DataObject, is_unused: bool, is_connected: bool) -> None:
+    @rule(data=st.data(), is_unused=st.booleans(), is_connected=st.booleans(), is_gone=st.booleans())
+    def change(self, data: st.DataObject, is_unused: bool, is_connected: bool, is_gone: bool) -> None:
         if self.drive.members:
             which = data.draw(st.sampled_from(sorted(self.drive.members)))
-            self.drive.members[which] = State(is_unused, is_connected)
+            self.drive.members[which] = State(is_unused, is_connected, is_gone and which in self.leaving)
 
     @rule(key=KEYS, place=PLACES)
     def connect(self, key: PeerKey, place: str) -> None:
