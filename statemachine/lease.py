@@ -57,6 +57,10 @@ class State(MachineState):
 LEASES_PER_MESSAGE_MAX = 512
 """Leases that one message between engines is about."""
 
+LENT_BACK = "lent_back"
+"""What records have as the reason of a lease that lends an answer's blocks for read-back, while nobody has asked for
+them."""
+
 NOTIFIERS = ""
 """The holder that stands for all built-in readers; no engine id is empty."""
 
@@ -108,6 +112,12 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     is_renewable: bool = True
     blocks: int = 0
     age_ns: int = 0
+
+    @property
+    def may_end_unread(self) -> bool:
+        """It lends an answer's blocks back, and nobody has asked for them: no conversation goes on after its last turn,
+        so that it expires then is as it should be."""
+        return not self.is_renewable and not self.holders
 
 
 class Granted(Event, frozen=True, kw_only=True):

@@ -31,7 +31,8 @@ class TransitionRecord(msgspec.Struct, frozen=True, gc=False):
         from_state: None when the instance was created.
         event: name of the event's type.
         to_state: the state it led to, which may be the same one.
-        reason: kind of the failure that the new value carries, if any; of a hold that is gone, P's word for it.
+        reason: kind of the failure that the new value carries, if any; of a hold that is gone, P's word for it; of a
+            lease that lends an answer back, `lease.LENT_BACK` while nobody has asked for it.
         detail: the failure in words; of a lease that expired, who held it.
         peer: engine id of the other side, where there is one.
         remote_request_id: request id on the prefill engine (machines request and hold).

@@ -126,6 +126,8 @@ def reasons(state: object) -> tuple[str, ...]:
         return (*ENDING_KINDS, OTHER)
     if state is hold.State.GONE:
         return (*WHY_GONE.values(), OTHER)
+    if state is lease.State.EXPIRED:
+        return (lease.LENT_BACK, NO_REASON)
     return (NO_REASON,)
 
 
@@ -512,7 +514,8 @@ TRANSITIONS = Metric(
     name=f"{PREFIX}transitions",
     kind="counter",
     documentation="Entries of a machine into a state; the reason is the kind of the failure that led there, or for a "
-    "hold that is gone what P said.",
+    "hold that is gone what P said, and lent_back for a lease of an answer that was kept for read-back and that nobody "
+    "has asked for.",
     side="both",
     labels=("machine", "state", "reason"),
     series=tuple(

@@ -37,7 +37,7 @@ from connector.wire.inspection import (
     RecordRow,
     quarantined_blocks,
 )
-from statemachine import peer
+from statemachine import lease, peer
 from statemachine.failures import ConnectionRefused, LeaseExpired, NotAllowed, PeerLeaving
 
 Level = Literal["problem", "warning", "note"]
@@ -771,9 +771,14 @@ def _leases_read(found: Survey) -> set[LeaseKey]:
 
 
 def _expired(engines: Sequence[EngineReport]) -> list[RecordRow]:
-    """The ends of leases that expired, the newest first."""
+    """The ends of leases that expired, the newest first; not of answers that were lent back and that nobody has asked
+    for, as of each conversation's last turn."""
     rows = (row for engine in engines for row in engine.of(RecordRow))
-    ended = [row for row in rows if row.record.machine == "lease" and row.record.to_state == "expired"]
+    ended = [
+        row
+        for row in rows
+        if row.record.machine == "lease" and row.record.to_state == "expired" and row.record.reason != lease.LENT_BACK
+    ]
     return sorted(ended, key=lambda row: row.age_seconds)
 
 

@@ -115,7 +115,7 @@ class EventLog:
     ) -> None:
         """Told of every other state of a lease. One that lends blocks back for a fixed time may well end unread."""
         assert isinstance(after, lease.Lease)
-        if after.state is not lease.State.EXPIRED or not (after.is_renewable or after.holders):
+        if after.state is not lease.State.EXPIRED or after.may_end_unread:
             return
         failure = LeaseExpired(
             lent_seconds=(self._clock.now_ns() - after.granted_ns) / NS_PER_SECOND,

@@ -11,7 +11,8 @@ keeps the last STEPS_KEPT steps as tuples of values that exist anyway; a step co
 Steps that lead to the state they come from (a lease that is renewed, one READ of several that ends) are left out: they
 would be most of the ring, and what they changed is in the value of the next step. Bad ends have a ring of their own,
 because they are asked for longest after they happened: on an engine that serves fifty requests a second the first ring
-reaches back less than half a minute.
+reaches back less than half a minute. Neither requests whose clients have left nor answers that were lent back and that
+nobody has read are among them: there may be many, nothing is wrong with them, and they would take the others' places.
 
 Which values live now is not read from here but from the cores (`connector/runtime/inspector.py`).
 """
@@ -24,7 +25,7 @@ from typing import Any, NamedTuple, TypeAlias
 from connector.clock import NS_PER_SECOND
 from connector.observe.traced import CREATED, MACHINE_OF
 from statemachine import hold, lease, request
-from statemachine.failures import Failure
+from statemachine.failures import AbortedByClient, Failure
 from statemachine.kernel import Event
 from statemachine.trace import TransitionRecord
 
@@ -109,8 +110,9 @@ def render(fields: tuple[Any, ...], number: int, wall: float, engine_id: str, ra
         name, lease_number, age_ns = named.request_id, named.number, after.age_ns
         blocks = after.blocks or None  # not known before the grant
         kept_until_ns = after.deadline_ns or None
-        if after.state is lease.State.EXPIRED and (after.is_renewable or after.holders):
-            # One that lends blocks back for a fixed time may well end unread, and not by decode engines.
+        if after.may_end_unread:
+            why = lease.LENT_BACK
+        elif after.state is lease.State.EXPIRED:
             who = lease.holders_in_words(after)
     else:
         name, failure = after.engine_id, after.failure
@@ -138,6 +140,15 @@ def render(fields: tuple[Any, ...], number: int, wall: float, engine_id: str, ra
         age_ns / NS_PER_SECOND if age_ns is not None and before is None else None,
         kept_until_ns,
     )
+
+
+def is_bad_end(value: Any) -> bool:
+    """Whether the end that a value has come to is worth a place for longer; see the module's docstring."""
+    if value.state not in BAD_ENDS:
+        return False
+    if isinstance(value, lease.Lease):
+        return not value.may_end_unread
+    return not isinstance(value.failure, AbortedByClient)
 
 
 def is_about(value: Any, text: str) -> bool:

@@ -311,13 +311,14 @@ class _Failed(NamedTuple):
 
 
 def _failures_of(history: History) -> Iterable[_Failed]:
-    """Of a request its end; of a lease that nobody released its end; of a peer each time that it was lost."""
+    """Of a request its end; of a lease that nobody released its end, unless it lent an answer back; of a peer each time
+    that it was lost."""
     match history.machine:
         case request.MACHINE.name:
             if history.is_over and history.outcome != DONE:
                 yield _failed(history, history.reason or history.state, -1)
         case lease.MACHINE.name:
-            if history.state == lease.State.EXPIRED.value:
+            if history.state == lease.State.EXPIRED.value and history.reason != lease.LENT_BACK:
                 yield _failed(history, LeaseExpired.__name__, -1)
         case peer.MACHINE.name:
             for number, record in enumerate(history.records):

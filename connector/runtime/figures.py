@@ -182,6 +182,8 @@ class Figures:
 
 
 def _reason(value: Any) -> str:
+    if value.__class__ is lease.Lease:
+        return lease.LENT_BACK if value.may_end_unread else catalogue.NO_REASON
     failure = getattr(value, "failure", None)
     if failure is not None:
         kind: str = failure.kind

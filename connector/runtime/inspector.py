@@ -442,6 +442,7 @@ class Inspector:
             blocks=value.blocks,
             holders=holders,
             holders_count=len(value.holders),
+            is_lent_back=not value.is_renewable,
         )
 
     def _read_row(self, in_hand: tuple[Any, int, bool]) -> AnyRow:

@@ -18,10 +18,10 @@ from typing import Any, TypeAlias
 
 from connector.clock import NS_PER_SECOND, Clock
 from connector.observe.flight_recorder import (
-    BAD_ENDS,
     NO_AMOUNTS,
     AmountsNow,
     FlightRecorder,
+    is_bad_end,
     render,
 )
 from connector.observe.log import CrashCount, log_crash
@@ -122,7 +122,7 @@ class Recorder:
                     keep(step)
                 if state not in _ENDS:
                     entered_ns[id(after)] = since_ns if is_same else at_ns
-                elif state in BAD_ENDS:
+                elif is_bad_end(after):
                     self.flight.keep_bad_end(step)
                 try:
                     if sink is not None:

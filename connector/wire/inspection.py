@@ -289,7 +289,8 @@ class HolderRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeaseRow(Row, frozen=True, kw_only=True):
-    """What P lends. `deadline_seconds`: until it expires unless it is renewed; `limit_seconds`: however it is."""
+    """What P lends. `deadline_seconds`: until it expires unless it is renewed; `limit_seconds`: however it is.
+    `is_lent_back`: these are the blocks of an answer, kept for read-back for a fixed time."""
 
     what: ClassVar[What] = "leases"
 
@@ -302,6 +303,7 @@ class LeaseRow(Row, frozen=True, kw_only=True):
     blocks: int
     holders: tuple[HolderRow, ...]
     holders_count: int
+    is_lent_back: bool = False
 
     @property
     def identity(self) -> tuple[object, ...]:

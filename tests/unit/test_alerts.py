@@ -384,6 +384,9 @@ CASES: dict[str, tuple[list[list[dict[str, str]]], list[list[dict[str, str]]]]] 
         [
             leases(100, 0.5),
             leases(1000, 2, ranks=8),
+            # A decode engine whose answers are lent back, and whose conversations do not go on.
+            [*leases(100, 0), entered(growing(50), "lease", "expired", "lent_back", on_d)],
+            [*leases(100, 0), entered(growing(50), "lease", "expired", "lent_back", on_p)],
             one_lease_expires(ranks=1),
             one_lease_expires(ranks=8),
         ],

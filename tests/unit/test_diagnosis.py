@@ -26,6 +26,7 @@ from connector.wire.inspection import (
     QuarantineRow,
     RecordRow,
 )
+from statemachine import lease
 from statemachine.failures import Incompatible
 from statemachine.trace import TransitionRecord
 from tests.rig.facts import facts as extension
@@ -481,6 +482,13 @@ def test_leases_that_expired_with_and_without_a_reader() -> None:
     (one_sided,) = found(engine("d", READ), prefill, check="one-sided releases")
     assert "although a decode engine had read them" in one_sided.what
     assert found(engine("d", READ), prefill, check="expired leases") == []
+
+
+def test_an_answer_that_was_lent_back_and_not_read_is_no_finding() -> None:
+    unread = msgspec.structs.replace(EXPIRED, record=msgspec.structs.replace(EXPIRED.record, reason=lease.LENT_BACK))
+    both = engine("pp", unread, role="kv_both")
+    assert found(engine("d"), both, check="expired leases") == []
+    assert leases_to_look_for(Survey([engine("d"), both])) == []
 
 
 def test_a_lease_that_was_read_without_its_number_was_read() -> None:

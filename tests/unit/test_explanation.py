@@ -572,6 +572,58 @@ def test_where_the_beginning_of_its_hold_was_overwritten_nobody_knows_whether_it
     assert the_answer([*lent(), *held(HELD_UNREAD[:2], "E"), *held()]).outcome == "served"
 
 
+# --- an answer that is lent back --------------------------------------------------------------------------------------
+
+
+def lent_back(last: str, **fields: Any) -> list[TransitionRecord]:
+    """The lease of D's own answer, under the id that its request has there."""
+    steps: tuple[Step, ...] = (LENT[0], LENT[1], ("held", "X", last))
+    _, granted, *ended = records("lease", "D", D_NAME, steps, at=5, **fields)
+    unread = [msgspec.structs.replace(each, reason=lease.LENT_BACK) for each in ended if last != "done"]
+    return [_, msgspec.structs.replace(granted, reason=lease.LENT_BACK), *(unread or ended)]
+
+
+def kept_row(holders: tuple[HolderRow, ...] = ()) -> Said[LeaseRow]:
+    named = msgspec.structs.replace(lease_row("held", holders).row, request_id=D_NAME, is_lent_back=True)
+    return Said("D", 0, named)
+
+
+@pytest.mark.parametrize(
+    ("kept", "rows", "fact"),
+    [
+        (lent_back("held"), (kept_row(),), "D keeps its blocks for read-back, for 9 s more; nobody has asked for them"),
+        ([], (kept_row((HolderRow(engine_id="P", ranks=1, released=(), released_count=0),)),), "; P has asked for"),
+        (lent_back("held")[:2], (), "D keeps its blocks for read-back"),
+        (lent_back("expired"), (), "D kept its blocks for read-back, and nobody has read them"),
+        (lent_back("done"), (), "D kept its blocks for read-back, until that lease was done"),
+    ],
+)
+@pytest.mark.parametrize("of_p", [lent(), []], ids=["P is asked", "P is not"])
+def test_an_answer_that_is_lent_back_is_one_case_with_its_request(
+    kept: list[TransitionRecord], rows: tuple[Any, ...], fact: str, of_p: list[TransitionRecord]
+) -> None:
+    answer = the_answer([*of_p, *pulled(), *kept], said_by(*rows))
+    assert (answer.outcome, answer.side, answer.state) == ("served", "D", "done")
+    assert answer.cause.startswith("Done: its KV was loaded")
+    assert len([each for each in answer.facts if fact in each]) == 1
+    assert not any("expired" in each for each in answer.facts)
+
+
+@pytest.mark.parametrize("last", ["held", "expired"])
+def test_an_answer_that_is_lent_back_and_whose_request_is_forgotten_has_not_failed(last: str) -> None:
+    answer = the_answer(lent_back(last), said_by(*([kept_row()] if last == "held" else [])))
+    assert (answer.outcome, answer.side, answer.kind) == ("served", "D", None)
+    assert "for read-back" in answer.cause
+    assert {line.side for line in answer.happened} == {"D"}
+
+
+def test_what_an_engine_lends_after_it_has_read_back_is_not_taken_for_lent_back() -> None:
+    """Of the next turn: P reads the answer before, and lends what it computed under the same id."""
+    read = records("request", "P", P_NAME, PULLED, peer="D", remote_request_id="cmpl-before-0-d")
+    found = find("abc", [*read, *lent(EXPIRED)], Live())
+    assert sorted(explain(case, Live()).outcome for case in found) == ["failed", "served"]
+
+
 # --- what happened, and which request is meant ------------------------------------------------------------------------
 
 

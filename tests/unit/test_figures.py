@@ -227,6 +227,24 @@ def test_p_counts_who_holds_and_who_holds_again() -> None:
     assert taken.samples == {"state_seconds|lease|computing": [1e-9], "state_seconds|lease|held": [3e-9]}
 
 
+@pytest.mark.parametrize(("fixed_ns", "reason"), [(0, "none"), (20 * SECOND, "lent_back")])
+def test_an_answer_that_is_lent_back_and_not_read_is_counted_apart(fixed_ns: int, reason: str) -> None:
+    clock, figures = FakeClock(), Figures()
+    own = recorder(figures, clock)
+    core = Lending(
+        LendingLimits(lease_ns=10 * SECOND, heartbeat_ns=10 * SECOND, total_ns=100 * SECOND), own.observer(None)
+    )
+    for event in (Computing(lease=LEASE), Granted(lease=LEASE, fixed_ns=fixed_ns)):
+        core.handle(event, clock.ns)
+    clock.ns += 30 * SECOND
+    core.advance(clock.ns)
+    own.catch_up()
+    taken = figures.take()
+    assert taken is not None
+    expired = {key: count for key, count in taken.counts.items() if "|lease|expired|" in key}
+    assert expired == {f"transitions|lease|expired|{reason}": 1}
+
+
 def test_every_key_is_a_series_of_the_catalogue_and_every_transition_of_the_tables_has_one() -> None:
     series = {metric.key(*values) for metric in catalogue.OURS for values in metric.series}
     figures = Figures()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from connector.observe.flight_recorder import NO_AMOUNTS, FlightRecorder, Step, is_about, render
+import msgspec
+
+from connector.observe.flight_recorder import NO_AMOUNTS, FlightRecorder, Step, is_about, is_bad_end, render
 from connector.observe.traced import CREATED, MACHINES
 from connector.runtime.recorder import Recorder
 from statemachine import hold, lease, lending, peer, request
-from statemachine.failures import ConnectionRefused
+from statemachine.failures import AbortedByClient, ConnectionRefused
 from statemachine.lease import LeaseName
 from statemachine.lending import Lending, LendingLimits
 from tests.unit.test_recorder import HandClock, ListSink
@@ -53,6 +55,39 @@ def test_bad_ends_outlive_the_other_steps() -> None:
     assert Step._make(kept[-1]).after.state is lease.State.EXPIRED
     assert Step._make(kept[-1]).after.name == LEASE
     assert sum(Step._make(step).after.state is lease.State.EXPIRED for step in kept) == 1
+
+
+def test_ends_at_which_nothing_is_wrong_take_no_place_of_bad_ones() -> None:
+    """Every last turn of a conversation with read-back ends so, and every client that leaves."""
+    own, clock = recorder()
+    own.flight = FlightRecorder(steps_kept=1)
+    core = Lending(LIMITS, own.observer(None))
+    for number, fixed_ns in enumerate((0, 10**9)):
+        core.handle(lending.Computing(lease=LeaseName(f"l{number}", number)), clock.ns)
+        core.handle(lending.Granted(lease=LeaseName(f"l{number}", number), fixed_ns=fixed_ns), clock.ns)
+    clock.pass_seconds(20)
+    core.advance(clock.ns)
+    clock.pass_seconds(1)
+    core.handle(lending.Computing(lease=LEASE), clock.ns)
+    own.catch_up()
+    assert [Step._make(step).after.name.request_id for step in own.flight.newest_first()[1:]] == ["l0"]
+    for failure, is_kept in ((AbortedByClient(), False), (ConnectionRefused(peer="p", address="h:1"), True)):
+        failed = request.Request(request_id="r", lease=LEASE, peer="p", retries_left=0, failure=failure)
+        assert is_bad_end(msgspec.structs.replace(failed, state=request.State.FAILED)) == is_kept
+        assert not is_bad_end(failed)
+
+
+def test_the_record_of_an_answer_that_is_lent_back_says_so_while_nobody_has_asked_for_it() -> None:
+    sink = ListSink()
+    own, clock = recorder(sink)
+    core = Lending(LIMITS, own.observer(None))
+    core.handle(lending.Computing(lease=LEASE), clock.ns)
+    core.handle(lending.Granted(lease=LEASE, fixed_ns=10**9), clock.ns)
+    clock.pass_seconds(20)
+    core.advance(clock.ns)
+    own.catch_up()
+    told = [(each.to_state, each.reason, each.detail) for each in sink.records]
+    assert told == [("computing", None, None), ("held", "lent_back", None), ("expired", "lent_back", None)]
 
 
 def test_the_record_of_a_lease_that_expired_says_who_held_it() -> None:

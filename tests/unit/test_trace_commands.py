@@ -16,7 +16,9 @@ from typer.testing import CliRunner
 from connector.observe.advice import WHAT_TO_DO
 from connector.observe.cli.main import app
 from connector.observe.history import histories, stories
+from statemachine import lease
 from statemachine.trace import TransitionRecord
+from tests.unit.test_history import records
 from tests.unit.traced_run import calm_run, faulty_run, write_run
 
 ROOT = Path(__file__).parents[2]
@@ -167,6 +169,13 @@ def test_failures_are_grouped_with_examples_and_advice(faulty: Path) -> None:
     lines = text.splitlines()
     assert all(each["kind"] in text for each in found)
     assert all(f"  what to do: {each['advice']}" in lines for each in found)
+
+
+def test_an_answer_that_was_lent_back_and_not_read_is_no_failure(tmp_path: Path) -> None:
+    *before, last = records("lease", "D", "cmpl-d", ((None, "Created", "computing"), ("held", "X", "expired")))
+    write_run(tmp_path, [*before, msgspec.structs.replace(last, reason=lease.LENT_BACK)])
+    assert as_json("failures", tmp_path) == []
+    assert as_json("summary", tmp_path)["lease_outcomes"] == [{"state": "expired", "reason": "lent_back", "count": 1}]
 
 
 def test_a_long_sentence_is_one_line_in_a_pipe(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ what is waited for. A failure that only follows from another one names that: a r
 backs off, says why it backs off. What to do is a table by kind (`WHAT_TO_DO`).
 
 A Case is one request of one decode engine, or a lease that no decode engine is known to have read, or a request that
-came without parameters. `find` puts together those that a person may mean by a text.
+came without parameters. `find` puts together those that a person may mean by a text. A lease under which an engine
+keeps its answer for read-back belongs to the case of that answer's request.
 
 rows      what running engines say of themselves, by kind
 cases     records and rows, put together to requests
@@ -27,7 +28,7 @@ from collections.abc import Iterator
 import msgspec
 
 from connector.observe.advice import NIXL_HANGS
-from connector.observe.explanation.answer import Explanation, Happened
+from connector.observe.explanation.answer import Explanation, Happened, fact_of_read_back
 from connector.observe.explanation.cases import Case, find
 from connector.observe.explanation.ended import explain_end, explain_end_of_one_rank, explain_recorded
 from connector.observe.explanation.not_read import explain_lease, explain_local_prefill, explain_nothing
@@ -47,7 +48,8 @@ def explain(case: Case, live: Live) -> Explanation:
         f"the clock of {name} rank {rank} was moved by {live.shifts[name, rank]:+.3f} s to agree with the others"
         for name, rank in sorted({(each.engine_id, each.rank) for each in every}.intersection(live.shifts))
     )
-    facts = (*_hanging(answer, live), *answer.facts, *moved)
+    read_back = (fact_of_read_back(each) for each in case.read_back)
+    facts = (*_hanging(answer, live), *answer.facts, *read_back, *moved)
     return msgspec.structs.replace(answer, facts=facts) if facts != answer.facts else answer
 
 

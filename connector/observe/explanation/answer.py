@@ -11,11 +11,13 @@ from connector.observe.explanation.cases import Case
 from connector.observe.explanation.rows import Live
 from connector.observe.history import (
     History,
+    deciding_rank,
 )
 from connector.wire.inspection import (
     EngineFacts,
     PeerRow,
 )
+from statemachine.lease import LENT_BACK
 
 if TYPE_CHECKING:
     from connector.observe.live import Silent
@@ -77,7 +79,8 @@ def happened(case: Case) -> tuple[Happened, ...]:
         first, ranks = lines.get((side, what), (wall, 0))
         lines[side, what] = (min(first, wall), ranks + 1)
 
-    for side, group in (("D", case.story.requests), ("D", case.story.holds), ("P", case.story.leases)):
+    lender = "D" if case.is_lent_back else "P"
+    for side, group in (("D", case.story.requests), ("D", case.story.holds), (lender, case.story.leases)):
         for history in group:
             if is_worth_a_word(history):
                 heard = history.records[0].wall - (history.queued_seconds or 0.0)
@@ -154,6 +157,23 @@ def facts_of_leases(case: Case) -> list[str]:
     if not case.leases:
         facts += [f"on P ({each.engine_id}, rank {each.rank}) its lease is {each.state}" for each in case.story.leases]
     return facts
+
+
+def fact_of_read_back(case: Case) -> str:
+    """Of a lease that lends an answer back: what has become of it."""
+    if case.leases:
+        engine_id, _, row = case.leases[0]
+        left = f", for {how_long(row.deadline_seconds)} more" if row.deadline_seconds is not None else ""
+        readers = ", ".join(each.engine_id or "built-in engines" for each in row.holders)
+        return f"{engine_id} keeps its blocks for read-back{left}; {readers or 'nobody'} has asked for them"
+    recorded = deciding_rank(case.story.leases)
+    kept = f"{recorded.engine_id} keeps its blocks for read-back"
+    if not recorded.is_over:
+        return kept
+    kept = kept.replace("keeps", "kept")
+    if recorded.reason == LENT_BACK:
+        return f"{kept}, and nobody has read them: the conversation did not go on"
+    return f"{kept}, until that lease was {recorded.state}" + (f": {recorded.detail}" if recorded.detail else "")
 
 
 def facts_of_silent(live: Live) -> list[str]:

@@ -21,6 +21,7 @@ from connector.wire.inspection import (
     LocalPrefillRow,
     RequestRow,
 )
+from statemachine.lease import LENT_BACK
 from statemachine.trace import TransitionRecord
 
 
@@ -34,6 +35,8 @@ class Case:
     local_prefill: Said[LocalPrefillRow] | None = None
     peers: list[History] = field(default_factory=list)
     """Of the connections from D to the peers of this request."""
+    read_back: list[Case] = field(default_factory=list)
+    """Leases under which its own engine keeps its blocks for read-back."""
 
     @property
     def name(self) -> str:
@@ -57,6 +60,25 @@ class Case:
         return self.story.names | rows
 
     @property
+    def is_lent_back(self) -> bool:
+        """It is a lease and nothing else, of an answer whose blocks the engine that gave it keeps for read-back."""
+        if self.story.requests or self.requests:
+            return False
+        records = (record for each in self.story.leases for record in each.records)
+        return any(each.row.is_lent_back for each in self.leases) or any(each.reason == LENT_BACK for each in records)
+
+    @property
+    def on_engines(self) -> frozenset[tuple[str, str]]:
+        """Engine id and request id, for each engine that has it in hand or had; of leases, those of P."""
+        of_requests = {(each.engine_id, each.subject) for each in self.story.requests}
+        of_requests |= {(each.engine_id, each.row.request_id) for each in self.requests}
+        if self.local_prefill is not None:
+            of_requests.add((self.local_prefill.engine_id, self.local_prefill.row.request_id))
+        of_leases = {(each.engine_id, each.subject) for each in self.story.leases}
+        of_leases |= {(each.engine_id, each.row.request_id) for each in self.leases}
+        return frozenset(of_requests or of_leases)
+
+    @property
     def began(self) -> float:
         every = [each.records[0].wall for each in (*self.story.requests, *self.story.leases)]
         return min(every, default=0.0)
@@ -78,7 +100,8 @@ def find(text: str, records: Iterable[TransitionRecord], live: Live) -> list[Cas
     ]
     on_p = [each.lease_key for each in every if each.machine == "lease"]
     _add_rows(text, cases, live, LeasesGiven((*on_p, *map(_key_of_lease, live.of(LeaseRow)))))
-    cases = _with_their_leases(cases)
+    lent_back = [case for case in cases if case.is_lent_back]
+    cases = _with_their_leases([case for case in cases if case not in lent_back])
     alone = [case for case in cases if not case.story.requests and not case.requests]
     for said in live.of(LocalPrefillRow):
         if text in said.row.request_id:
@@ -92,6 +115,12 @@ def find(text: str, records: Iterable[TransitionRecord], live: Live) -> list[Cas
             if case not in cases:
                 cases.append(case)
             case.local_prefill = said
+    for kept in lent_back:
+        owners = [case for case in cases if case.on_engines & kept.on_engines and not case.is_lent_back]
+        for case in owners:
+            case.read_back.append(kept)
+        if not owners:
+            cases.append(kept)
     # Last, because what is one case may have an id that contains the text on one side only.
     return sorted(best_named(cases, lambda case: case.names, text), key=lambda case: case.began)
 
@@ -110,7 +139,10 @@ def _with_their_leases(cases: list[Case]) -> list[Case]:
         mine = [
             each
             for each in lent
-            if each not in joined and (each.name in remote or _unwrapped(each.name) == _unwrapped(case.name))
+            if each not in joined
+            and (each.name in remote or _unwrapped(each.name) == _unwrapped(case.name))
+            # An engine that has read back lends what it computes next under the id of the request that read.
+            and not each.on_engines & case.on_engines
         ]
         if len(mine) == 1:
             joined += mine

@@ -8,6 +8,7 @@ from connector.observe.advice import NO_PARAMETERS, NOT_READ, WHAT_TO_DO
 from connector.observe.explanation.answer import (
     Explanation,
     capital,
+    fact_of_read_back,
     facts_of_leases,
     facts_of_silent,
     happened,
@@ -34,6 +35,8 @@ LEASE_WAITING: dict[str, tuple[str, str]] = {
 
 def explain_lease(case: Case, live: Live) -> Explanation:
     """Only P knows of it."""
+    if case.is_lent_back:
+        return _explain_read_back(case, live)
     recorded = deciding_rank(case.story.leases) if case.story.leases else None
     said = case.leases[0] if case.leases else None
     state = said.row.state if said is not None else recorded.state if recorded is not None else ""
@@ -85,6 +88,30 @@ def explain_lease(case: Case, live: Live) -> Explanation:
         advice=advice,
         happened=happened(case),
         facts=(*facts_of_leases(case), *facts_of_silent(live)),
+    )
+
+
+def _explain_read_back(case: Case, live: Live) -> Explanation:
+    """An answer that is lent back, whose request nobody remembers: that lease is written when it has been given."""
+    recorded = deciding_rank(case.story.leases) if case.story.leases else None
+    said = case.leases[0] if case.leases else None
+    teller = said or recorded
+    is_kept = said is not None or (recorded is not None and not recorded.is_over)
+    return Explanation(
+        request=case.name,
+        cause=f"Done: {fact_of_read_back(case)}; the records of the request itself were not found",
+        outcome="served",
+        state=said.row.state if said is not None else recorded.state if recorded is not None else "",
+        side="D",
+        engine_id=teller.engine_id if teller is not None else None,
+        rank=teller.rank if teller is not None else None,
+        since_seconds=said.row.since_seconds if said is not None else None,
+        since_wall=recorded.visits[-1].wall if recorded is not None else None,
+        until_seconds=said.row.deadline_seconds if said is not None else None,
+        next="when nobody reads them, the blocks are freed with the end of the lease" if is_kept else "nothing",
+        advice="nothing",
+        happened=happened(case),
+        facts=tuple(facts_of_silent(live)),
     )
 
 
