@@ -37,8 +37,8 @@ from connector.wire.inspection import (
     RecordRow,
     quarantined_blocks,
 )
-from statemachine import lease, peer
-from statemachine.failures import ConnectionRefused, LeaseExpired, NotAllowed, PeerLeaving
+from statemachine import lease, peer, request
+from statemachine.failures import AbortedByClient, ConnectionRefused, LeaseExpired, NotAllowed, PeerLeaving
 
 Level = Literal["problem", "warning", "note"]
 
@@ -61,7 +61,13 @@ LOCAL_PREFILLS_MANY = 100
 """Requests without parameters are a problem where they are more than this share of the recent ones, and not so few; or
 so many. The share is that of the alert NixlActorSilentLocalPrefill."""
 
+FAILED_SHARE = 0.05
+FAILED_FEW = 3
+"""Requests that failed are a problem where they are more than this share of those that have ended of late, and not so
+few. The share is that of the alert NixlActorReceivesFail."""
+
 UNSET = "(not set)"
+_ENDS = frozenset(state.value for state in request.MACHINE.terminal)
 _OF_DEVICES = ("cuda", "rocm")
 """What the names of UCX's transports for device memory begin with."""
 
@@ -106,6 +112,7 @@ def diagnose(
         *_settings(answering),
         *_peers(answering),
         *_blocks(answering),
+        *_failed_requests(answering),
         *_local_prefills(answering, found.leaving()),
         *_releases(found, looked_for),
     ]
@@ -653,6 +660,50 @@ def _blocks(engines: Sequence[EngineReport]) -> Iterator[Finding]:
             yield _about(engine, "quarantine", "problem", what, WHAT_TO_DO["Quarantined"])
 
 
+def _failed_requests(engines: Sequence[EngineReport]) -> Iterator[Finding]:
+    """Requests that did not get their KV of late, by kind. What one rank has failed the others have not loaded."""
+    for engine in engines:
+        ended: set[str] = set()
+        failed: dict[str, RecordRow] = {}
+        seconds = 0.0
+        for rank in (each for each in engine.ranks if each.engine is not None):
+            recent_seconds = min(RECENT_SECONDS, _reach_seconds(rank))
+            seconds = max(seconds, recent_seconds)
+            for row in rank.of(RecordRow):
+                record = row.record
+                if record.machine != request.MACHINE.name or record.to_state not in _ENDS:
+                    continue
+                if row.age_seconds > recent_seconds or record.reason == AbortedByClient.__name__:
+                    continue
+                ended.add(record.subject)
+                # One that was read may have failed after that.
+                if record.to_state != request.State.DONE.value or record.reason is not None:
+                    known = failed.get(record.subject)
+                    if known is None or known.age_seconds < row.age_seconds:  # the first rank decides
+                        failed[record.subject] = row
+        if not failed:
+            continue
+        kinds = Counter(_kind(row) for row in failed.values()).most_common()
+        most = min((row for row in failed.values() if _kind(row) == kinds[0][0]), key=lambda row: row.age_seconds)
+        _, advice = told(most.record.reason, most.record.detail, "look at the log of this engine")
+        is_many = len(failed) >= FAILED_FEW and len(failed) > FAILED_SHARE * len(ended)
+        yield _about(
+            engine,
+            "failed requests",
+            "problem" if is_many else "note",
+            (
+                f"{len(failed)} of {len(ended)} request(s) that ended in the last {duration(seconds)} did not get "
+                f"their KV: {', '.join(f'{kind} {count}' for kind, count in kinds)}; the last {kinds[0][0]} was "
+                f"{most.record.subject}, {duration(most.age_seconds)} ago"
+            ),
+            f"{kinds[0][0]}: {advice}; nixl-actor why {most.record.subject} says more",
+        )
+
+
+def _kind(row: RecordRow) -> str:
+    return row.record.reason or row.record.to_state
+
+
 def _local_prefills(engines: Sequence[EngineReport], leaving: Sequence[str]) -> Iterator[Finding]:
     for engine in engines:
         ranks = [(row.counts.local_prefills, rank) for rank in engine.ranks for row in rank.of(EngineRow)]
@@ -688,15 +739,20 @@ def _local_prefills(engines: Sequence[EngineReport], leaving: Sequence[str]) -> 
 def _recent_local_prefills(rank: RankReport, machine: str) -> tuple[int, int, float]:
     """How many requests came without parameters, how many others of which `machine` has one each, in how many seconds:
     the last RECENT_SECONDS, as far as the records reach."""
-    ages = sorted(row.age_seconds for row in rank.of(RecordRow))
-    assert rank.engine is not None
-    reach_seconds = ages[RECORDS_ASKED - 1] if len(ages) >= RECORDS_ASKED else rank.engine.uptime_seconds
-    seconds = min(RECENT_SECONDS, reach_seconds)
+    seconds = min(RECENT_SECONDS, _reach_seconds(rank))
     others = sum(
         row.record.machine == machine and row.record.from_state is None and row.age_seconds <= seconds
         for row in rank.of(RecordRow)
     )
     return sum(row.age_seconds <= seconds for row in rank.of(LocalPrefillRow)), others, seconds
+
+
+def _reach_seconds(rank: RankReport) -> float:
+    """How far back the newest records of a worker reach, of which it was asked for RECORDS_ASKED. What it was asked for
+    besides is older."""
+    ages = sorted(row.age_seconds for row in rank.of(RecordRow))
+    assert rank.engine is not None
+    return ages[RECORDS_ASKED - 1] if len(ages) >= RECORDS_ASKED else rank.engine.uptime_seconds
 
 
 def leases_to_look_for(found: Survey) -> list[str]:

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from connector.observe.advice import WHAT_TO_DO
 from connector.observe.asking import Address
 from connector.observe.cli.main import app
 from connector.observe.diagnosis import RECORDS_ASKED, Finding, diagnose, leases_to_look_for
@@ -460,6 +461,45 @@ def test_the_share_of_lost_parameters_is_that_of_the_time_that_the_records_reach
     rank = replace(rank, rows=(known, *rest, *lost(2, age_seconds=0.5), *lost(48, age_seconds=30.0)))
     (finding,) = found(replace(report, ranks=(rank,)), check="silent local prefill")
     assert "in the last 1 s 2 of 2 requests" in finding.what
+
+
+def ends(count: int, state: str, reason: str | None = None, name: str = "r") -> list[RecordRow]:
+    """Of requests of D."""
+    return [record("request", state, f"{name}{number}", engine_id="d", reason=reason) for number in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("failed", "done", "level"), [(3, 50, "problem"), (3, 57, "note"), (2, 0, "note"), (60, 1000, "problem")]
+)
+def test_requests_that_failed_are_told_by_kind_with_an_example_and_what_to_do(
+    failed: int, done: int, level: str
+) -> None:
+    rows = [*ends(failed - 1, "failed", "LeaseOver"), *ends(1, "expired", "LeaseNotProven", name="x")]
+    (finding,) = found(engine("d", *rows, *ends(done, "done", name="ok")), check="failed requests")
+    assert finding.level == level
+    assert f"d: {failed} of {failed + done} request(s) that ended in the last 5 s" in finding.what
+    assert f"LeaseOver {failed - 1}, LeaseNotProven 1; the last LeaseOver was r" in finding.what
+    assert finding.advice.startswith(f"LeaseOver: {WHAT_TO_DO['LeaseOver']}; nixl-actor why r")
+
+
+def test_a_request_that_fails_on_several_ranks_is_one_and_of_the_kind_of_the_first() -> None:
+    (first, second) = (ends(1, "failed", kind)[0] for kind in ("LeaseOver", "TransferError"))
+    (later,) = engine("d", second, *ends(9, "done", name="ok")).ranks
+    report = engine("d", msgspec.structs.replace(first, age_seconds=2.0))
+    both = replace(report, ranks=(*report.ranks, replace(later, rank=(0, 1))))
+    (finding,) = found(both, check="failed requests")
+    assert "1 of 10 request(s)" in finding.what
+    assert "KV: LeaseOver 1;" in finding.what
+
+
+def test_neither_clients_that_left_nor_what_failed_long_ago_is_told() -> None:
+    old = [msgspec.structs.replace(each, age_seconds=601.0) for each in ends(9, "failed", "LeaseOver")]
+    assert found(engine("d", *ends(9, "failed", "AbortedByClient"), *old), check="failed requests") == []
+
+
+def test_a_request_that_was_read_and_could_not_be_finished_has_failed() -> None:
+    (finding,) = found(engine("d", *ends(1, "done", "PackingFailed")), check="failed requests")
+    assert "PackingFailed 1" in finding.what
 
 
 def record(machine: str, state: str, name: str, **fields: Any) -> RecordRow:
