@@ -19,6 +19,7 @@ from connector.observe.live import EngineReport, Survey
 from connector.observe.trace_log import open_trace_log
 from connector.wire.handshake import Advertisement
 from connector.wire.inspection import RecordRow, RequestRow
+from statemachine.failures import AbortedByClient
 from statemachine.trace import TransitionRecord
 from tests.rig.network import free_port
 from tests.unit.test_diagnosis import engine
@@ -107,6 +108,52 @@ def test_why_lists_several_that_match(tmp_path: Path) -> None:
     answer = runner.invoke(app, ["why", "ab", "--trace", str(tmp_path)])
     assert answer.output.startswith("2 requests match")
     assert "cmpl-abcd-0-x" in answer.output
+
+
+def many(directory: Path) -> Path:
+    """Of 31 requests one has failed, one waits and one's client has left; none of them is among the newest."""
+    found = []
+    for number in range(31):
+        steps = {
+            3: ended_with(EXAMPLES[0]),
+            4: ended_with(AbortedByClient()),
+            5: pulled()[:2],
+        }.get(number, pulled())
+        found += [
+            msgspec.structs.replace(
+                each,
+                subject=f"cmpl-n{number:02}-0-d",
+                remote_request_id=f"cmpl-n{number:02}-0-p",
+                seq=number * 10 + each.seq,
+                wall=number * 10 + each.wall,
+                mono_ns=number * 10**10 + each.mono_ns,
+            )
+            for each in steps
+        ]
+    return traced(directory, found)
+
+
+def test_of_many_that_match_what_went_wrong_comes_first_and_none_is_left_out_in_silence(tmp_path: Path) -> None:
+    answer = runner.invoke(app, ["why", "cmpl-", "--trace", str(many(tmp_path))])
+    assert answer.exit_code == 1
+    first, *lines = answer.output.splitlines()
+    assert first.startswith("31 requests match")
+    named = [line.split()[0] for line in lines if line.startswith("  cmpl-")]
+    assert named[:4] == ["cmpl-n03-0-d", "cmpl-n05-0-d", "cmpl-n30-0-d", "cmpl-n29-0-d"]
+    assert len(named) == 20
+    assert lines[-1] == "  ... and 11 more (--json has all)"
+
+
+def test_why_can_be_asked_for_what_went_wrong_alone(tmp_path: Path) -> None:
+    directory = str(many(tmp_path))
+    answer = runner.invoke(app, ["why", "cmpl-", "--failed", "--trace", directory])
+    assert answer.exit_code == 1
+    assert answer.output.startswith(EXAMPLES[0].kind)
+    assert "cmpl-n03-0-d on D" in answer.output
+    answer = runner.invoke(app, ["why", "cmpl-", "--failed", "--json", "--trace", directory])
+    assert [each["request"] for each in msgspec.json.decode(answer.output)["matches"]] == ["cmpl-n03-0-d"]
+    answer = runner.invoke(app, ["why", "cmpl-n1", "--failed", "--trace", directory])
+    assert (answer.exit_code, answer.output) == (0, "Of 10 request(s) with 'cmpl-n1' in an id none has failed.\n")
 
 
 @pytest.mark.parametrize(("text", "status"), [("abc", 0), ("abcd", 1), ("ab", 1)])

@@ -68,6 +68,9 @@ def why(
             "--trace", metavar="DIR", help="Read the trace files there, or one file, instead of asking engines."
         ),
     ] = None,
+    failed: Annotated[
+        bool, typer.Option("--failed", help="Of the requests that match only those with which something went wrong.")
+    ] = False,
     timeout: Seconds = 1.0,
     keys: KeyDirectory = None,
     json: AsJson = False,
@@ -107,17 +110,31 @@ def why(
         nothing = explain_nothing(request, live, looked_at, is_trace=trace is not None)
         _print_json({"matches": [], "nothing": nothing}) if json else say(nothing)
         raise typer.Exit(UNKNOWN)
+    if failed:
+        explanations = [each for each in explanations if _went_wrong(each)]
     if json:
         _print_json({"matches": explanations})
+    elif not explanations:
+        say(f"Of {len(cases)} request(s) with {request!r} in an id none has failed.")
     elif len(explanations) == 1:
         _print_explanation(explanations[0], None if trace is not None else time.time())
     else:
         typer.echo(f"{len(explanations)} requests match; name one of them:")
-        for each in explanations[-MATCHES_SHOWN_MAX:]:
+        # What went wrong first, then what waits; of each the newest first.
+        newest_first = explanations[::-1]
+        in_order = sorted(newest_first, key=lambda each: (not _went_wrong(each), each.outcome != "waiting"))
+        for each in in_order[:MATCHES_SHOWN_MAX]:
             say(f"  {each.request} on {_where(each)}")
             say(f"    {each.cause}")
+        if len(in_order) > MATCHES_SHOWN_MAX:
+            say(f"  ... and {len(in_order) - MATCHES_SHOWN_MAX} more (--json has all)")
     codes = [_EXIT_OF_OUTCOME[each.outcome] for each in explanations]
     raise typer.Exit(next((code for code in (BAD, WAITS) if code in codes), SERVED))
+
+
+def _went_wrong(each: Explanation) -> bool:
+    """A client that has left is as it wanted."""
+    return _EXIT_OF_OUTCOME[each.outcome] == BAD and each.kind != "AbortedByClient"
 
 
 def ps(
