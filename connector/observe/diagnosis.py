@@ -72,6 +72,16 @@ _OF_DEVICES = ("cuda", "rocm")
 """What the names of UCX's transports for device memory begin with."""
 
 _SEE_WORKER = "see whether its worker runs, and whether that port can be reached"
+_NAMED: dict[str, str] = {
+    "AddressNotResolved": "correct the name that was given, or the name service of this machine",
+    "ConnectionRefused": (
+        "start that engine again if it has ended; else give the address of its side channel: "
+        "VLLM_NIXL_SIDE_CHANNEL_HOST, and _PORT plus the number of its data-parallel engine"
+    ),
+    "HandshakeTimeout": "see whether that engine runs or hangs, and whether its address can be reached from here",
+}
+"""What to do about an engine that was named to the tool, where that is not what a decode engine would say: it may be
+one itself."""
 _ANOTHER_WAS_MEANT = (
     "if another engine was meant, see whether its VLLM_NIXL_SIDE_CHANNEL_PORT is the same: on one host the second of "
     "two such engines cannot start"
@@ -135,18 +145,19 @@ def _unanswered(found: Survey) -> Iterator[Finding]:
                 check="answers",
                 engines=(str(engine.address),),
                 what=f"{kind}: {engine.address}{by}: {engine.problem}",
-                advice=WHAT_TO_DO.get(kind, ""),
+                # Of what WHAT_TO_DO says of a prefill engine, nothing is known of one that somebody has named.
+                advice=WHAT_TO_DO.get(kind, "") if engine.named_by else _NAMED.get(kind, WHAT_TO_DO.get(kind, "")),
             )
         if engine.refusal is not None and not any(row.stopped for row in engine.of(EngineRow)):
             yield _serves_no_more(engine, _name(engine), engine.refusal)
         for rank in engine.ranks:
             if rank.problem is not None:
                 yield Finding(
-                    level="note" if rank.is_builtin else "problem",
+                    level="note" if rank.is_builtin else "warning" if rank.ran_out else "problem",
                     check="answers",
                     engines=(_name(engine),),
                     what=f"{_name(engine)} rank {rank.rank}: {rank.problem}",
-                    advice="" if rank.is_builtin else _SEE_WORKER,
+                    advice="" if rank.is_builtin or rank.ran_out else _SEE_WORKER,
                 )
         for row in engine.of(EngineRow):
             if row.stopped is not None:

@@ -68,12 +68,14 @@ R = TypeVar("R", bound=AnyRow)
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """What one worker said. `problem`: why it said nothing, or not all."""
+    """What one worker said. `problem`: why it said nothing, or not all; `ran_out`: because it had begun to answer when
+    the time was over."""
 
     rank: tuple[int, int]
     advertisement: Advertisement | None = None
     rows: tuple[AnyRow, ...] = ()
     problem: str | None = None
+    ran_out: bool = False
     wall_ahead_seconds: float | None = None
     """Its time of day less ours, at most `round_trip_seconds` wrong."""
     round_trip_seconds: float | None = None
@@ -464,7 +466,7 @@ class Surveyor:
             return RankReport(rank=rank, advertisement=said, problem=detail)
         rows: list[AnyRow] = []
         ahead = round_trip = None
-        problem = None
+        problem, ran_out = None, False
         link: Link | None = None
         where = f"its control socket at {join_address(actor.control_host, actor.control_port)}"
         try:
@@ -491,7 +493,13 @@ class Surveyor:
                         taken += len(answer.rows)
                         first = answer.next
         except trio.TooSlowError:
-            problem = f"{where} did not answer: the process hangs or is stopped, or a firewall drops what is sent there"
+            ran_out = bool(rows)
+            if ran_out:
+                problem = f"{where} has told {len(rows)} row(s), and not all in the time: give it more (--timeout)"
+            else:
+                problem = (
+                    f"{where} did not answer: the process hangs or is stopped, or a firewall drops what is sent there"
+                )
         except (LinkEnded, SideChannelError) as error:
             problem = f"{where} cannot be reached: {error.error}"
         except DecodeFailed as error:
@@ -504,6 +512,7 @@ class Surveyor:
             advertisement=said,
             rows=tuple(rows),
             problem=problem,
+            ran_out=ran_out,
             wall_ahead_seconds=ahead,
             round_trip_seconds=round_trip,
         )

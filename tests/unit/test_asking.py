@@ -6,10 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 import trio
+import trio.testing
 
 from connector.observe.asking import Address, NotAsked, advertisement
+from connector.observe.live import Question, RankReport, Surveyor
 from connector.ports.side_channel import (
     AccessRefused,
     LinkEnded,
@@ -18,7 +21,8 @@ from connector.ports.side_channel import (
     PortRefused,
     SideChannelError,
 )
-from connector.wire.handshake import encode_payload, encode_reply
+from connector.wire.handshake import Advertisement, encode_payload, encode_reply
+from connector.wire.inspection import AnswerBuilder, Inspect, LocalPrefillRow
 from connector.wire.metadata import encode_agent_metadata
 from statemachine import failures
 from tests.rig.facts import facts
@@ -81,3 +85,44 @@ def test_what_a_rank_says_of_itself_is_read() -> None:
     requester = Requester(encode_reply(encode_payload("hash", encode_agent_metadata(METADATA), said), 5.0))
     assert asked(requester).actor == said
     assert requester.is_closed
+
+
+class Worker:
+    """A control socket. `rows`: how many it tells before it falls silent."""
+
+    def __init__(self, rows: int) -> None:
+        self._left = rows
+
+    async def open_link(self, host: str, port: int, server_key: str | None = None) -> Worker:
+        return self
+
+    def close(self) -> None: ...
+
+    def send(self, frames: Sequence[bytes]) -> None:
+        self._asked = msgspec.msgpack.decode(frames[0], type=Inspect)
+
+    async def receive(self) -> Sequence[bytes]:
+        if not self._left:
+            await trio.sleep_forever()
+        self._left -= 1
+        row = LocalPrefillRow(request_id="r", has_params=False, prompt_tokens=1, age_seconds=1.0)
+        answer = AnswerBuilder(1)
+        answer.add(row)
+        return answer.frames(self._asked, wall=0.0, total=9, next_row=self._asked.first + 1)
+
+
+@pytest.mark.parametrize(("rows", "word"), [(0, "the process hangs"), (3, "has told 3 row(s), and not all")])
+def test_a_worker_that_had_no_time_for_all_of_its_answers_is_not_said_to_hang(rows: int, word: str) -> None:
+    said = Advertisement(compatibility_hash="h", metadata=None, actor=facts(), error=None)
+
+    async def test() -> RankReport:
+        surveyor = Surveyor(Worker(rows), 1.0, 1.0)  # type: ignore[arg-type]
+        return await surveyor._ask_worker(
+            PLACE, (0, 0), said, [Question(what="local_prefills")], trio.current_time() + 1
+        )
+
+    report = trio.run(test, clock=trio.testing.MockClock(autojump_threshold=0))
+    assert report.problem is not None
+    assert word in report.problem
+    assert ("--timeout" in report.problem) == report.ran_out == bool(rows)
+    assert len(report.rows) == rows

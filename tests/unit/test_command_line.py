@@ -18,7 +18,7 @@ from connector.observe.explanation import Live
 from connector.observe.live import EngineReport, Survey
 from connector.observe.trace_log import open_trace_log
 from connector.wire.handshake import Advertisement
-from connector.wire.inspection import RecordRow, RequestRow
+from connector.wire.inspection import EngineCounts, RecordRow, RequestRow
 from statemachine.failures import AbortedByClient
 from statemachine.trace import TransitionRecord
 from tests.rig.network import free_port
@@ -248,6 +248,28 @@ def test_where_nobody_listens_the_exit_status_says_so(command: list[str]) -> Non
     assert answer.exit_code == 2
     assert "nothing listens" in answer.output
     assert str(port) in answer.output
+
+
+@pytest.mark.parametrize("command", ["ps", "doctor"])
+def test_an_engine_is_named_with_the_option_or_without(command: str) -> None:
+    ports = [free_port(), free_port()]
+    answer = runner.invoke(app, [command, f"127.0.0.1:{ports[0]}", "--engine", f"127.0.0.1:{ports[1]}"])
+    assert answer.exit_code == 2
+    assert "unexpected" not in answer.output
+    assert all(f"127.0.0.1:{port}" in answer.output for port in ports)
+
+
+@pytest.mark.parametrize(
+    ("lent", "pool", "shown"), [(3000, 12000, "3000 of 12000"), (0, 12000, "0"), (3000, 0, "3000")]
+)
+def test_ps_says_of_how_many_blocks_some_are_lent(
+    monkeypatch: pytest.MonkeyPatch, lent: int, pool: int, shown: str
+) -> None:
+    found = Survey([engine("P", counts=EngineCounts(lent_blocks=lent), blocks=pool)])
+    monkeypatch.setattr("connector.observe.cli.live._survey_everything", lambda *_: found)
+    header, row = runner.invoke(app, ["ps"]).output.splitlines()[1:3]
+    begin = header.index("lent blocks")
+    assert row[begin : header.index("READs")].strip() == shown
 
 
 def test_ps_that_watches_prints_an_object_a_line(monkeypatch: pytest.MonkeyPatch) -> None:

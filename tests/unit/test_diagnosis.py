@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -95,7 +96,22 @@ def test_an_engine_that_does_not_answer_is_a_problem_with_its_kind() -> None:
     assert finding.level == "problem"
     for word in ("ConnectionRefused", "h:1", "named by d", "nothing listens"):
         assert word in finding.what
+    assert finding.advice == WHAT_TO_DO["ConnectionRefused"]
+
+
+@pytest.mark.parametrize("kind", ["AddressNotResolved", "ConnectionRefused", "HandshakeTimeout", "HandshakeMalformed"])
+def test_of_an_engine_that_was_named_it_is_not_said_that_it_is_a_prefill_engine(kind: str) -> None:
+    silent = EngineReport(address=Address("h", 1), problem="it is silent", problem_kind=kind)
+    (finding,) = found(silent, check="answers")
     assert finding.advice
+    assert ("P" in re.findall(r"\w+", finding.advice)) == (kind == "HandshakeMalformed")
+
+
+def test_a_worker_whose_answers_did_not_end_in_time_is_not_said_to_hang() -> None:
+    report = engine("d")
+    cut_off = replace(report.ranks[0], problem="has told 9 row(s)", ran_out=True)
+    (finding,) = found(replace(report, ranks=(cut_off,)), check="answers")
+    assert (finding.level, finding.advice) == ("warning", "")
 
 
 @pytest.mark.parametrize(("state", "level"), [("idle", "note"), ("backoff", "problem")])

@@ -45,6 +45,10 @@ Engines = Annotated[
         "this environment (port 5600). Prefill engines that a decode engine reads from are found by themselves.",
     ),
 ]
+Named = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="HOST:PORT", help="The same as --engine.", show_default=False),
+]
 KeyDirectory = Annotated[
     str | None,
     typer.Option(
@@ -138,6 +142,7 @@ def _went_wrong(each: Explanation) -> bool:
 
 
 def ps(
+    engines: Named = None,
     engine: Engines = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Again and again, until Ctrl-C.")] = False,
     interval: Annotated[float, typer.Option(help="Seconds between two looks with --watch.", min=0.1)] = 1.0,
@@ -146,7 +151,7 @@ def ps(
     json: AsJson = False,
 ) -> None:
     """What lives now: peers, requests, leases and who holds them, READs, quarantined blocks."""
-    addresses, access = _addresses(engine), access_of(keys)
+    addresses, access = _addresses(engines, engine), access_of(keys)
     if not watch:
         found = _survey_everything(addresses, timeout, access)
         if json:
@@ -176,7 +181,13 @@ def ps(
             pass
 
 
-def doctor(engine: Engines = None, timeout: Seconds = 3.0, keys: KeyDirectory = None, json: AsJson = False) -> None:
+def doctor(
+    engines: Named = None,
+    engine: Engines = None,
+    timeout: Seconds = 3.0,
+    keys: KeyDirectory = None,
+    json: AsJson = False,
+) -> None:
     """Check engines: addresses, whether they fit, transports, clocks, leases, versions; and what went wrong so far."""
     from connector.observe.diagnosis import RECORDS_ASKED, diagnose
     from connector.observe.live import Question, survey
@@ -184,13 +195,13 @@ def doctor(engine: Engines = None, timeout: Seconds = 3.0, keys: KeyDirectory = 
     from connector.wire.inspection import WHATS
 
     questions = [Question(what=what, rows_max=RECORDS_ASKED) for what in WHATS]
-    named, access = _addresses(engine), access_of(keys)
+    named, access = _addresses(engines, engine), access_of(keys)
     found = survey(named, questions, seconds=timeout, followed_seconds=timeout, access=access)
     found, looked_for = _with_readers_of_expired(found, timeout, access)
     findings = diagnose(found, named, opened_for(found.engines), looked_for)
     if json:
-        engines = [{"address": str(each.address), "engine_id": each.engine_id} for each in found.engines]
-        _print_json({"engines": engines, "findings": findings})
+        told = [{"address": str(each.address), "engine_id": each.engine_id} for each in found.engines]
+        _print_json({"engines": told, "findings": findings})
     else:
         for finding in findings:
             say(f"{finding.level}: ", fg=_COLOURS[finding.level], nl=False)
@@ -211,11 +222,11 @@ _COLOURS = {"problem": "red", "warning": "yellow", "note": "blue"}
 # --- asking -----------------------------------------------------------------------------------------------------------
 
 
-def _addresses(engines: list[str] | None) -> list[Address]:
+def _addresses(*named: list[str] | None) -> list[Address]:
     from connector.observe.asking import AddressError, chosen_addresses
 
     try:
-        return chosen_addresses(engines or [])
+        return chosen_addresses([each for some in named for each in some or ()])
     except AddressError as error:
         raise typer.BadParameter(str(error)) from None
 
@@ -406,7 +417,7 @@ def _tables(found: Survey) -> list[Any]:
                 row.counts.peers,
                 row.counts.requests,
                 row.counts.leases,
-                row.counts.lent_blocks,
+                _of_pool(row.counts.lent_blocks, row),
                 row.counts.reads_in_flight,
                 row.counts.quarantined_blocks,
                 row.counts.local_prefills,
@@ -505,6 +516,11 @@ def _tables(found: Survey) -> list[Any]:
         [(on, row.request_id, row.prompt_tokens, _age(row.age_seconds)) for on, row in of(LocalPrefillRow)][:5],
     )
     return tables
+
+
+def _of_pool(blocks: int, row: EngineRow) -> str | int:
+    """With how many there are, where that is known and worth a word."""
+    return f"{blocks} of {row.facts.blocks}" if blocks and row.facts.blocks else blocks
 
 
 def _lag(row: EngineRow) -> str | None:
