@@ -510,6 +510,14 @@ TRACE_RECORDS_MISSING = Metric(
     "keep up.",
     side="both",
 )
+CRASHES = Metric(
+    name=f"{PREFIX}crashes",
+    kind="counter",
+    documentation="Mistakes in the connector: a task of its actors or of its handshake listener raised. The log has "
+    "the traceback. Each was caught, and what it was about is lost; requests that failed of it are in "
+    "vllm:nixl_actor_failed_receives_total (ActorCrashed) too.",
+    side="both",
+)
 TRANSITIONS = Metric(
     name=f"{PREFIX}transitions",
     kind="counter",
@@ -562,6 +570,7 @@ OURS = (
     RENEWALS,
     STRAY_RELEASES,
     TRACE_RECORDS_MISSING,
+    CRASHES,
     TRANSITIONS,
 )
 """Those that only this connector has."""

@@ -71,6 +71,7 @@ _RETRIES = _slot(catalogue.RETRIES)
 _HOLDS = {side: _slot(catalogue.HOLDS, side) for (side,) in catalogue.HOLDS.series}
 _RENEWALS = {side: _slot(catalogue.RENEWALS, side) for (side,) in catalogue.RENEWALS.series}
 _TRACE_RECORDS_MISSING = _slot(catalogue.TRACE_RECORDS_MISSING)
+_CRASHES = _slot(catalogue.CRASHES)
 _COUNTERS = len(_KEYS)
 _GAUGE_OF = {request.MACHINE.name: catalogue.REQUESTS, peer.MACHINE.name: catalogue.PEERS}
 """By machine. Those of the other two come from the scheduler's process, or are of no interest."""
@@ -137,6 +138,11 @@ class Figures:
     def note_trace_missing(self, records: int) -> None:
         """So many were left out of the trace."""
         self._numbers[_TRACE_RECORDS_MISSING] += records
+        self._changes += 1
+
+    def note_crash(self) -> None:
+        """Something has raised, and the log has its traceback."""
+        self._numbers[_CRASHES] += 1
         self._changes += 1
 
     def note_wake_up(self, seconds: float) -> None:

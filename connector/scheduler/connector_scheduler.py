@@ -328,6 +328,8 @@ class ConnectorScheduler:
             listener, draining = self._listener, State.SERVING
             if self._draining.is_asked or (listener is not None and listener.draining.state is not State.SERVING):
                 draining = self._draining.show()  # not asked while it serves: this is done with every step
+            if listener is not None:
+                self._figures.count_on(listener.totals)
             return self._figures.take(
                 len(self._waiting),
                 len(self._lends.computing),

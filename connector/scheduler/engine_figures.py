@@ -43,6 +43,7 @@ class EngineFigures:
         self._lent_blocks = 0
         self._lent_tokens = 0
         self._by_rank: dict[int, Mapping[str, float]] = {}
+        self._totals: Mapping[str, int] = {}
         # Whether there is something to tell, beside what is compared with each step.
         self._has_news = False
         # What was shown last of it: requests that are queued, leases that are not granted yet, whether it drains,
@@ -86,6 +87,16 @@ class EngineFigures:
         """A prefill has come that a decode engine was to read, and that it will not."""
         self._next.count(catalogue.PREFILLS_NOT_LENT.key(reason), 1)
         self._has_news = True
+
+    def count_on(self, totals: Mapping[str, int]) -> None:
+        """What another thread of this process has counted since its start, by the key of the series. It replaces the
+        mapping when a number changes."""
+        if totals is self._totals:
+            return
+        for key, total in totals.items():
+            if more := total - self._totals.get(key, 0):
+                self._next.count(key, more)
+        self._totals, self._has_news = totals, True
 
     def take_over(self, by_rank: Mapping[int, Mapping[str, float]]) -> None:
         """What ranks say of themselves; nothing of a rank: as before."""

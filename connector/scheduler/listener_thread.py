@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from connector.clock import Clock
+from connector.observe import catalogue
 from connector.observe.log import StrangerLog, get_logger, root_cause
 from connector.observe.log import log_crash as log_actor_crash
 from connector.ports.gate import ANYBODY, Access
@@ -24,6 +25,8 @@ from connector.wire.handshake import encode_payload
 from statemachine.draining import Draining, State
 
 STOP_TIMEOUT_SECONDS = 5.0
+
+_CRASHES = catalogue.CRASHES.key()
 
 _log = get_logger()
 
@@ -70,6 +73,8 @@ class ListenerThread:
         self._log_stranger = StrangerLog("side channel")
         self.draining = Draining(lease_ns=lease_ns)
         """Whether the engine is to end, and how far it has come. Replaced in the listener's thread."""
+        self.totals: Mapping[str, int] = {}
+        """What was counted here since the start, by the key of the series. Replaced in the listener's thread."""
         self._listener: HandshakeListener | None = None
         self._thread: ActorThread[Callable[[HandshakeListener], None]] = ActorThread(
             "kv-handshake-listener", self._make, self._log_error
@@ -112,7 +117,7 @@ class ListenerThread:
             perf_counter=time.perf_counter,
             log_bad_frame=self._log_bad_frame,
             log_cut_off=self._log_cut_off,
-            log_crash=log_actor_crash,
+            log_crash=self._note_crash,
             look_again=self._look_again,
             draining=EngineDraining(
                 side_channel=ZmqSideChannel(self._workers_access),
@@ -127,7 +132,7 @@ class ListenerThread:
                 count=self._count,
                 on_change=self._show_draining,
                 say=lambda line: _log.warning("%s", line),
-                log_crash=log_actor_crash,
+                log_crash=self._note_crash,
             ),
         )
         return self._listener
@@ -154,8 +159,12 @@ class ListenerThread:
     def _log_cut_off(self, address: str, why: str) -> None:
         self._log_stranger(address, f"ended a connection from {address}: {why}")
 
+    def _note_crash(self, task_name: str, error: BaseException) -> None:
+        log_actor_crash(task_name, error)
+        self.totals = {**self.totals, _CRASHES: self.totals.get(_CRASHES, 0) + 1}
+
     def _log_error(self, error: BaseException) -> None:
-        log_actor_crash("handshake listener's thread", error)
+        self._note_crash("handshake listener's thread", error)
         self._on_death(f"the handshake listener died: {root_cause(error)!r}")
 
 

@@ -341,10 +341,11 @@ class ConnectorWorker:
                 clock=clock,
                 sink=self._trace,
                 figures=self._figures,
+                log_crash=self._note_crash,
             ),
             emit=self._emit,
             log_failure=log_failure,
-            log_crash=log_crash,
+            log_crash=self._note_crash,
             event_log=EventLog(layout.engine_id, rank_number, clock=clock, log_failure=log_failure),
             hear_engine=hear_engine,
             facts=engine_facts(
@@ -363,9 +364,14 @@ class ConnectorWorker:
         if isinstance(outcome, WorkerStopped):
             self._die(outcome.reason)
 
+    def _note_crash(self, actor_name: str, error: BaseException) -> None:
+        """Trio thread."""
+        log_crash(actor_name, error)
+        self._figures.note_crash()
+
     def _note_death(self, error: BaseException) -> None:
         """Trio thread, which ends with this."""
-        log_crash("supervisor", error)
+        self._note_crash("supervisor", error)
         self._die(f"its actors died: {root_cause(error)!r}")
 
     def _die(self, reason: str) -> None:

@@ -321,6 +321,10 @@ CASES: dict[str, tuple[list[list[dict[str, str]]], list[list[dict[str, str]]]]] 
         [[on_d("nixl_actor_failed_receives_total", "0x25 1x5", 'reason="ActorCrashed"'), LOADED]],
         [[failing(9, "ConnectorStopped"), LOADED]],
     ),
+    "NixlActorInternalErrors": (
+        [[on_p("nixl_actor_crashes_total", "0x25 1x5")], [on_d("nixl_actor_crashes_total", growing(1))]],
+        [[on_p("nixl_actor_crashes_total", flat(7))]],
+    ),
     # One request or lease is enough, whatever becomes of all others.
     "NixlActorRequestsStuck": (
         [[on_d("nixl_actor_oldest_request_seconds", "0x20 0+60x9"), LOADED, failing(1, "LeaseOver")]],

@@ -216,6 +216,7 @@ class Refusals:
     def __init__(self) -> None:
         self.reasons: list[str] = []
         self.draining = Draining(lease_ns=LEASE_NS)
+        self.totals: dict[str, int] = {}
         self.is_dead = False
 
     def stop_serving(self, reason: str) -> None:
@@ -293,6 +294,16 @@ def test_the_gauge_of_an_engine_whose_listener_has_died_is_0(worker_stops: bool)
     if worker_stops:
         engine.step(STOPPED)
         assert not is_up(engine)
+
+
+def test_what_crashes_beside_the_listener_is_counted_with_the_next_step() -> None:
+    engine, listener = HybridEngine([full()], caches_prefixes=False), Refusals()
+    side(engine)._listener = listener  # type: ignore[assignment]
+    side(engine).take_stats()
+    listener.totals = {catalogue.CRASHES.key(): 2}
+    stats = side(engine).take_stats()
+    assert stats is not None
+    assert stats.data[COUNTS] == {"crashes": 2}
 
 
 # --- requests without parameters --------------------------------------------------------------------------------------

@@ -277,6 +277,14 @@ def test_figures_that_nobody_takes_are_bounded() -> None:
     assert len(taken.samples["wake_up_seconds"]) == SAMPLES_MAX
 
 
+def test_what_crashes_is_counted() -> None:
+    figures = Figures()
+    figures.note_crash()
+    figures.note_crash()
+    assert figures.take() == ({"crashes": 2}, {})
+    assert figures.take() is None
+
+
 def test_records_that_are_missing_in_the_trace_are_counted() -> None:
     figures = Figures()
     figures.note_trace_missing(3)

@@ -123,6 +123,7 @@ def test_a_listener_that_crashed_serves_on_and_the_crash_is_logged(
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("handshake listener crashed")
     assert "RuntimeError: injected" in line
+    assert served.totals == {"crashes": 1}
 
 
 def test_files_are_looked_at_again_and_a_look_that_raises_ends_nothing(
@@ -177,6 +178,7 @@ def test_a_thread_that_dies_is_logged_and_told(port: int, monkeypatch: pytest.Mo
     listener.stop()
     (line,) = crashes
     assert line.startswith("handshake listener's thread: ")
+    assert listener.totals == {"crashes": 1}
     (reason,) = deaths
     assert reason.startswith("the handshake listener died: ")
 

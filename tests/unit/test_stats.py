@@ -515,6 +515,16 @@ def test_whatever_happens_is_told_with_the_next_step(happens: Callable[[EngineFi
     assert figures.take(0, 0) is not None, "they have come back"
 
 
+def test_what_another_thread_has_counted_is_told_by_how_much_it_is_more() -> None:
+    figures, totals = engine_figures(), {"crashes": 2}
+    told = []
+    for each in ({}, totals, totals, {"crashes": 2, "other": 1}, {"crashes": 5, "other": 1}):
+        figures.count_on(each)
+        stats = figures.take(0, 0)
+        told.append(None if stats is None else stats.data["counts"])
+    assert told == [{}, {"crashes": 2}, None, {"other": 1}, {"crashes": 3}]
+
+
 def test_what_is_lent_and_kept_out_of_the_pool_is_counted_by_engine() -> None:
     figures = engine_figures()
     figures.grant("a", 4, 100)

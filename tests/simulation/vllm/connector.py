@@ -115,6 +115,7 @@ class ListenerNextDoor:
     def __init__(self, stop_serving: Callable[[str], None]) -> None:
         self.stop_serving = stop_serving
         self.draining = Draining(lease_ns=0)
+        self.totals: dict[str, int] = {}
         self.is_dead = False
 
     def stop(self) -> None:
