@@ -252,6 +252,13 @@ LEASES = Metric(
     labels=("state",),
     series=tuple((state,) for state in living_states(lease.MACHINE)),
 )
+OLDEST_QUEUED_SECONDS = Metric(
+    name=f"{PREFIX}oldest_queued_seconds",
+    kind="gauge",
+    documentation="For how long the request whose KV is elsewhere and that has waited longest in vLLM's queue has "
+    "waited, in seconds, in steps of ten; 0 where none has for so long. It has no blocks yet, and no deadline.",
+    side="D",
+)
 OLDEST_REQUEST_SECONDS = Metric(
     name=f"{PREFIX}oldest_request_seconds",
     kind="gauge",
@@ -273,8 +280,14 @@ LENT_BLOCKS = Metric(
     "leases counts once for each.",
     side="P",
 )
+KV_BLOCKS = Metric(
+    name=f"{PREFIX}kv_blocks",
+    kind="gauge",
+    documentation="KV blocks of the pool, of which those are a part.",
+    side="both",
+)
 LENT_TOKENS = Metric(
-    name=f"{PREFIX}lent_tokens", kind="gauge", documentation="Tokens whose KV these blocks hold.", side="P"
+    name=f"{PREFIX}lent_tokens", kind="gauge", documentation="Tokens whose KV the blocks hold that are lent.", side="P"
 )
 QUARANTINED_BLOCKS = Metric(
     name=f"{PREFIX}quarantined_blocks",
@@ -540,10 +553,12 @@ OURS = (
     DRAINED,
     BUILD_INFO,
     REQUESTS,
+    OLDEST_QUEUED_SECONDS,
     OLDEST_REQUEST_SECONDS,
     LEASES,
     OLDEST_LEASE_SECONDS,
     LENT_BLOCKS,
+    KV_BLOCKS,
     LENT_TOKENS,
     QUARANTINED_BLOCKS,
     PEERS,

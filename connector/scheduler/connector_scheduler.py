@@ -117,9 +117,8 @@ class ConnectorScheduler:
         self._port: int = envs.VLLM_NIXL_SIDE_CHANNEL_PORT + parallel.data_parallel_index
         self._clock = clock
         self._life = life
-        # See the module's docstring. No request id is in both.
+        # See the module's docstring. No request id is in both, and of each the one that began first is the first one.
         self._waiting: dict[str, WaitingPull] = {}
-        # The one that began first is the first one.
         self._loading: dict[str, _Loading] = {}
         self._is_staged = is_staged(vllm_config)
         # When the last step was scheduled.
@@ -336,6 +335,7 @@ class ConnectorScheduler:
                 draining,
                 is_up=self._lends.stopped is None,
                 quarantined_blocks=self._kept.quarantined,
+                queued_since_ns=next(iter(self._waiting.values())).heard_ns if self._waiting else None,
                 loading_since_ns=next(iter(self._loading.values())).began_ns if self._loading else None,
             )
         except Exception as error:
@@ -399,6 +399,7 @@ class ConnectorScheduler:
         self._cache_manager = manager
         self._lends.bind(manager.block_pool)
         self._kept.bind(manager)
+        self._figures.note_pool(manager.block_pool.num_gpu_blocks)
         tell_offloading_of_reads()
 
     def shutdown(self) -> None:

@@ -22,6 +22,7 @@ from statemachine.draining import State
 _QUEUED = catalogue.REQUESTS.key(QUEUED)
 _COMPUTING, _HELD = catalogue.LEASES.key("computing"), catalogue.LEASES.key("held")
 _LENT_BLOCKS, _LENT_TOKENS = catalogue.LENT_BLOCKS.key(), catalogue.LENT_TOKENS.key()
+_KV_BLOCKS, _OLDEST_QUEUED = catalogue.KV_BLOCKS.key(), catalogue.OLDEST_QUEUED_SECONDS.key()
 _QUARANTINED, _UP = catalogue.QUARANTINED_BLOCKS.key(), catalogue.UP.key()
 _DRAINING, _DRAINED = catalogue.DRAINING.key(), catalogue.DRAINED.key()
 _OLDEST_REQUEST, _OLDEST_LEASE = catalogue.OLDEST_REQUEST_SECONDS.key(), catalogue.OLDEST_LEASE_SECONDS.key()
@@ -42,18 +43,23 @@ class EngineFigures:
         self._lent: dict[str, tuple[int, int, int]] = {}
         self._lent_blocks = 0
         self._lent_tokens = 0
+        self._kv_blocks = 0
         self._by_rank: dict[int, Mapping[str, float]] = {}
         self._totals: Mapping[str, int] = {}
         # Whether there is something to tell, beside what is compared with each step.
         self._has_news = False
         # What was shown last of it: requests that are queued, leases that are not granted yet, whether it drains,
         # whether it is up, blocks in quarantine, ages.
-        self._shown = (0, 0, State.SERVING, True, 0, 0, 0)
+        self._shown = (0, 0, State.SERVING, True, 0, 0, 0, 0)
 
     @property
     def leases_held(self) -> int:
         """Those whose blocks vLLM has not freed."""
         return len(self._lent)
+
+    def note_pool(self, blocks: int) -> None:
+        """So many blocks the engine has for KV."""
+        self._kv_blocks, self._has_news = blocks, True
 
     def grant(self, request_id: str, blocks: int, tokens: int) -> None:
         """A lease begins."""
@@ -112,6 +118,7 @@ class EngineFigures:
         *,
         is_up: bool = True,
         quarantined_blocks: int = 0,
+        queued_since_ns: int | None = None,
         loading_since_ns: int | None = None,
     ) -> EngineStats | None:
         """Figures since the last call; None: nothing has changed.
@@ -122,14 +129,18 @@ class EngineFigures:
             draining: whether this engine is to end.
             is_up: it serves KV.
             quarantined_blocks: kept out of the pool because READs may still write into them.
+            queued_since_ns: when this engine heard of the oldest of those that are queued; None: there is none.
             loading_since_ns: when the oldest request that loads KV began to; None: there is none.
         """
-        oldest_request = oldest_lease = 0
+        oldest_queued = oldest_request = oldest_lease = 0
+        if queued_since_ns is not None:
+            oldest_queued = self._age(queued_since_ns)
         if loading_since_ns is not None:
             oldest_request = self._age(loading_since_ns)
         if self._lent:
             oldest_lease = self._age(next(iter(self._lent.values()))[2])
-        shown = (queued, computing, draining, is_up, quarantined_blocks, oldest_request, oldest_lease)
+        oldest = oldest_queued, oldest_request, oldest_lease
+        shown = (queued, computing, draining, is_up, quarantined_blocks, *oldest)
         if not self._has_news and self._shown == shown:
             return None
         self._has_news, self._shown = False, shown
@@ -144,6 +155,7 @@ class EngineFigures:
         draining: State,
         is_up: bool,
         quarantined_blocks: int,
+        oldest_queued: int,
         oldest_request: int,
         oldest_lease: int,
     ) -> dict[str, float]:
@@ -155,9 +167,11 @@ class EngineFigures:
             _QUEUED: queued,
             _COMPUTING: computing,
             _HELD: len(self._lent),
+            _OLDEST_QUEUED: oldest_queued,
             _OLDEST_REQUEST: oldest_request,
             _OLDEST_LEASE: oldest_lease,
             _LENT_BLOCKS: self._lent_blocks,
+            _KV_BLOCKS: self._kv_blocks,
             _LENT_TOKENS: self._lent_tokens,
             _QUARANTINED: quarantined_blocks,
             _UP: int(is_up),

@@ -330,6 +330,10 @@ CASES: dict[str, tuple[list[list[dict[str, str]]], list[list[dict[str, str]]]]] 
         [[on_d("nixl_actor_oldest_request_seconds", "0x20 0+60x9"), LOADED, failing(1, "LeaseOver")]],
         [[on_d("nixl_actor_oldest_request_seconds", flat(150)), LOADED]],
     ),
+    "NixlActorRequestsQueued": (
+        [[on_d("nixl_actor_oldest_queued_seconds", "0x20 0+60x9"), LOADED]],
+        [[on_d("nixl_actor_oldest_queued_seconds", flat(240)), LOADED]],
+    ),
     "NixlActorReceivesFail": (
         [
             [*fails(10, "LeaseOver"), *loads(100)],
@@ -393,6 +397,14 @@ CASES: dict[str, tuple[list[list[dict[str, str]]], list[list[dict[str, str]]]]] 
             [*leases(100, 0), entered(growing(50), "lease", "expired", "lent_back", on_p)],
             one_lease_expires(ranks=1),
             one_lease_expires(ranks=8),
+        ],
+    ),
+    "NixlActorPoolLent": (
+        [[on_p("nixl_actor_lent_blocks", "0x10 60x20"), on_p("nixl_actor_kv_blocks", flat(100))]],
+        [
+            [on_p("nixl_actor_lent_blocks", flat(50)), on_p("nixl_actor_kv_blocks", flat(100))],
+            [on_p("nixl_actor_lent_blocks", "0x25 60x5"), on_p("nixl_actor_kv_blocks", flat(100))],
+            [on_p("nixl_actor_lent_blocks", flat(0)), on_p("nixl_actor_kv_blocks", flat(0))],
         ],
     ),
     "NixlActorLateReaders": (

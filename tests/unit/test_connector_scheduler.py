@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from vllm.v1.request import RequestStatus
 
 from connector.clock import NS_PER_SECOND
 from connector.observe import catalogue
-from connector.observe.stats import COUNTS
+from connector.observe.stats import COUNTS, GAUGES
 from connector.protocol import (
     LOCAL_PREFILLS_NAMED_MAX,
     AbortPull,
@@ -294,6 +295,24 @@ def test_the_gauge_of_an_engine_whose_listener_has_died_is_0(worker_stops: bool)
     if worker_stops:
         engine.step(STOPPED)
         assert not is_up(engine)
+
+
+def test_the_gauges_have_the_blocks_of_the_pool_and_for_how_long_the_first_of_the_queue_has_waited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decode, params = HybridEngine([full()]), lent()
+    decode.submit("first", TOKENS, params)
+    scheduler = side(decode)
+    later = SimpleNamespace(now_ns=lambda: scheduler._clock.now_ns() + 25 * NS_PER_SECOND)
+    monkeypatch.setattr(scheduler._figures, "_clock", later)
+    stats = scheduler.take_stats()
+    assert stats is not None
+    pool = decode.scheduler.kv_cache_manager.block_pool
+    gauges = stats.data[GAUGES]
+    assert (gauges["oldest_queued_seconds"], gauges["kv_blocks"]) == (20, pool.num_gpu_blocks)
+    decode.step()
+    stats = scheduler.take_stats()
+    assert stats is None or stats.data[GAUGES]["oldest_queued_seconds"] == 0
 
 
 def test_what_crashes_beside_the_listener_is_counted_with_the_next_step() -> None:

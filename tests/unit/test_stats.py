@@ -494,11 +494,25 @@ def test_the_age_of_the_oldest_request_and_lease_is_shown_in_steps_of_ten_second
     assert shown(127) == (0, 0)
 
 
+def test_the_age_of_the_oldest_queued_request_is_shown_in_steps_of_ten_seconds() -> None:
+    clock = SettableClock()
+    figures = engine_figures(clock)
+
+    def shown(now_seconds: int, since_seconds: int | None) -> float | None:
+        clock.seconds = now_seconds
+        stats = figures.take(1, 0, queued_since_ns=None if since_seconds is None else to_ns(since_seconds))
+        return stats and stats.data["gauges"]["oldest_queued_seconds"]
+
+    assert [shown(109, 100), shown(110, 100), shown(119, 100), shown(420, 100)] == [0, 10, None, 320]
+    assert shown(421, None) == 0
+
+
 @pytest.mark.parametrize(
     "happens",
     [
         lambda figures: figures.grant("b", 1, 10),
         lambda figures: figures.end_leases(["a"]),
+        lambda figures: figures.note_pool(64),
         lambda figures: figures.note_wait(3.0, is_loaded=True),
         lambda figures: figures.note_local_prefill(catalogue.ABSENT),
         lambda figures: figures.note_not_lent(catalogue.DRAINING_REASON),

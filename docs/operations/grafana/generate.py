@@ -138,6 +138,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         panel(
             "Oldest that are open",
             [
+                (f"max ({selected('vllm:nixl_actor_oldest_queued_seconds')})", "request in the queue (D)"),
                 (f"max ({selected('vllm:nixl_actor_oldest_request_seconds')})", "request that loads (D)"),
                 (f"max ({selected('vllm:nixl_actor_oldest_lease_seconds')})", "lease that is held (P)"),
             ],
@@ -176,7 +177,11 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "Leases": [
         panel(
             "Lent now (P)",
-            [(most("vllm:nixl_actor_lent_blocks"), "blocks"), (most("vllm:nixl_actor_lent_tokens"), "tokens")],
+            [
+                (most("vllm:nixl_actor_lent_blocks"), "blocks"),
+                (most("vllm:nixl_actor_kv_blocks"), "blocks of the pool, of all engines"),
+                (most("vllm:nixl_actor_lent_tokens"), "tokens"),
+            ],
             description="What P keeps for decode engines and cannot use.",
         ),
         panel(
