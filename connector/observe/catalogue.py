@@ -412,6 +412,8 @@ WAKE_UP_SECONDS = Metric(
 FAILED_RECEIVES = "failed_receives"
 DECODE, PREFILL = "decode", "prefill"
 ABSENT, UNUSABLE, CONTINUED, WINDOW, NO_ROOM = "absent", "unusable", "continued", "window", "no_room"
+SIDE_CHANNEL, CONTROL_SOCKET, NOTIFICATIONS = "side_channel", "control_socket", "notifications"
+REFUSED, CUT_OFF, MALFORMED, DROPPED = "refused", "cut_off", "malformed", "dropped"
 DRAINING_REASON, STOPPED_REASON, REQUEST_ID_REASON = "draining", "stopped", "request id"
 
 COMPLETED = Metric(
@@ -523,6 +525,21 @@ TRACE_RECORDS_MISSING = Metric(
     "keep up.",
     side="both",
 )
+TURNED_AWAY = Metric(
+    name=f"{PREFIX}turned_away",
+    kind="counter",
+    documentation="What strangers wanted and did not get: newcomers that are not in allowed_peers or have no accepted "
+    "key (refused), connections that were ended for what they sent or for want of room, or whose address was shut out "
+    "for it (cut_off), messages that make no sense (malformed), notifications of which too many waited (dropped), "
+    "moments in which no file descriptor was left and somebody waited (no_room). Who is shut out already is not "
+    "counted again.",
+    side="both",
+    labels=("where", "why"),
+    series=(
+        *((where, why) for where in (SIDE_CHANNEL, CONTROL_SOCKET) for why in (REFUSED, CUT_OFF, MALFORMED, NO_ROOM)),
+        *((NOTIFICATIONS, why) for why in (MALFORMED, DROPPED)),
+    ),
+)
 CRASHES = Metric(
     name=f"{PREFIX}crashes",
     kind="counter",
@@ -584,6 +601,7 @@ OURS = (
     HOLDS,
     RENEWALS,
     STRAY_RELEASES,
+    TURNED_AWAY,
     TRACE_RECORDS_MISSING,
     CRASHES,
     TRANSITIONS,

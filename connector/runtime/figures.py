@@ -72,6 +72,7 @@ _HOLDS = {side: _slot(catalogue.HOLDS, side) for (side,) in catalogue.HOLDS.seri
 _RENEWALS = {side: _slot(catalogue.RENEWALS, side) for (side,) in catalogue.RENEWALS.series}
 _TRACE_RECORDS_MISSING = _slot(catalogue.TRACE_RECORDS_MISSING)
 _CRASHES = _slot(catalogue.CRASHES)
+_TURNED_AWAY = {values: _slot(catalogue.TURNED_AWAY, *values) for values in catalogue.TURNED_AWAY.series}
 _COUNTERS = len(_KEYS)
 _GAUGE_OF = {request.MACHINE.name: catalogue.REQUESTS, peer.MACHINE.name: catalogue.PEERS}
 """By machine. Those of the other two come from the scheduler's process, or are of no interest."""
@@ -143,6 +144,11 @@ class Figures:
     def note_crash(self) -> None:
         """Something has raised, and the log has its traceback."""
         self._numbers[_CRASHES] += 1
+        self._changes += 1
+
+    def note_turned_away(self, where: str, why: str) -> None:
+        """A stranger did not get what he wanted."""
+        self._numbers[_TURNED_AWAY[where, why]] += 1
         self._changes += 1
 
     def note_wake_up(self, seconds: float) -> None:

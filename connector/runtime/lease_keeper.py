@@ -29,7 +29,14 @@ import trio
 
 from connector.clock import Clock, seconds_until, to_ns
 from connector.config import ConnectorOptions
-from connector.observe.catalogue import LATE_NOTIFICATIONS, STRAY_NOTIFICATIONS
+from connector.observe.catalogue import (
+    CONTROL_SOCKET,
+    DROPPED,
+    LATE_NOTIFICATIONS,
+    MALFORMED,
+    NOTIFICATIONS,
+    STRAY_NOTIFICATIONS,
+)
 from connector.observe.log import is_said
 from connector.ports.nixl import NotificationReceived
 from connector.ports.side_channel import Listener, units_to_decode, units_to_send
@@ -98,6 +105,8 @@ class LeaseKeeper:
             of a lease before its prompt is computed, so whoever asks for one was told of it later; but the engine may
             have kept the interpreter to itself since, and what it said must not be found missing.
         inspect: told of a tool's question, and where the answer goes.
+        turned_away: told of each message of a stranger that is good for nothing: where it came, and why
+            (`catalogue.TURNED_AWAY`).
         meet: told which engines a tool wants to be met; says how far each has come, and how many it now asks.
     """
 
@@ -116,10 +125,12 @@ class LeaseKeeper:
         leave_secret: bytes,
         hear_engine: Callable[[], None] = lambda: None,
         inspect: Callable[[Inspect, bytes], None] = lambda question, reply_to: None,
+        turned_away: Callable[[str, str], None] = lambda where, why: None,
         meet: Callable[[Meet], tuple[MeetReport, int]] = lambda message: (MeetReport(rows=()), 0),
     ) -> None:
         self._hear_engine = hear_engine
         self._inspect = inspect
+        self._turned_away = turned_away
         self._meet = meet
         self._core = Lending(limits, observe)
         self._catch_up = catch_up
@@ -200,6 +211,7 @@ class LeaseKeeper:
                 control.charge(asked.reply_address, MALFORMED_UNITS, understood=False)
                 malformed = MessageMalformed(sender="somebody who is connected", detail=error.detail)
                 self._log_failure("control socket", malformed)
+                self._turned_away(CONTROL_SOCKET, MALFORMED)
                 continue
             match message:
                 case Inspect():  # which the inspector charges for, by what it answers
@@ -223,6 +235,7 @@ class LeaseKeeper:
                     else:
                         detail = "it asks this worker to leave, and does not come from its engine"
                         self._log_failure("control socket", MessageMalformed(sender="a stranger", detail=detail))
+                        self._turned_away(CONTROL_SOCKET, MALFORMED)
                 case _:
                     control.charge(asked.reply_address, MESSAGE_UNITS + len(message.leases))
                     self._inbox.put(_control_event(message, asked.reply_address))
@@ -240,6 +253,7 @@ class LeaseKeeper:
         if isinstance(parsed, notifications.Malformed):
             detail = f"{parsed.reason}: {parsed.found}"
             self._log_failure("notification", MessageMalformed(sender=message.sender, detail=detail))
+            self._turned_away(NOTIFICATIONS, MALFORMED)
             return []
         if isinstance(parsed, notifications.Heartbeat):
             self._named_in_turn += len(parsed.request_ids)
@@ -247,6 +261,7 @@ class LeaseKeeper:
 
     def _drop_notification(self) -> None:
         self.notifications_dropped += 1
+        self._turned_away(NOTIFICATIONS, DROPPED)
         if is_said(self.notifications_dropped):
             self._log_failure("notification", NotificationsDropped(dropped=self.notifications_dropped))
 

@@ -89,6 +89,7 @@ class Supervisor:
         log_failure: writes one line for people.
         log_crash: writes a line with a traceback: which actor, what it raised.
         event_log: what becomes of peers and leases, for people; None: nobody wants to know.
+        turned_away: see `LeaseKeeper`.
         hear_engine: calls `deliver` with what the engine has said until now and is still on its way.
         descriptors_ahead_max: as for `Reads`. A simulator, whose requests are small, passes less, so that READs wait.
         facts: what tools are told of this worker that does not change.
@@ -111,6 +112,7 @@ class Supervisor:
         log_failure: Callable[[str, Failure], None],
         log_crash: Callable[[str, BaseException], None],
         event_log: EventLog | None = None,
+        turned_away: Callable[[str, str], None] = lambda where, why: None,
         hear_engine: Callable[[], None] = lambda: None,
         descriptors_ahead_max: int = DESCRIPTORS_AHEAD_MAX,
         facts: EngineFacts = EngineFacts(),  # noqa: B008 - a frozen value
@@ -140,6 +142,7 @@ class Supervisor:
             control=control,
             leave_secret=leave_secret,
             hear_engine=hear_engine,
+            turned_away=turned_away,
             inspect=lambda question, reply_to: self._inspector.ask(question, reply_to),
             meet=self._meet,
         )

@@ -16,7 +16,7 @@ from connector.observe.log import StrangerLog, get_logger, root_cause
 from connector.observe.log import log_crash as log_actor_crash
 from connector.ports.gate import ANYBODY, Access
 from connector.ports.side_channel import PortUnavailable, SideChannelError
-from connector.ports.zmq_bridge import ZmqSideChannel
+from connector.ports.zmq_bridge import NEWCOMERS, ZmqSideChannel
 from connector.runtime.draining import EngineDraining, Lent, OwnWorker
 from connector.runtime.listener import HandshakeListener
 from connector.runtime.thread import ActorThread
@@ -25,8 +25,6 @@ from connector.wire.handshake import encode_payload
 from statemachine.draining import Draining, State
 
 STOP_TIMEOUT_SECONDS = 5.0
-
-_CRASHES = catalogue.CRASHES.key()
 
 _log = get_logger()
 
@@ -110,7 +108,7 @@ class ListenerThread:
 
     def _made(self) -> HandshakeListener:
         self._listener = HandshakeListener(
-            side_channel=ZmqSideChannel(self._access, self._log_stranger),
+            side_channel=ZmqSideChannel(self._access, self._refuse),
             host=self._host,
             port=self._port,
             payloads=self._payloads(),
@@ -153,15 +151,27 @@ class ListenerThread:
             for rank, metadata in self._ranks.items()
         }
 
+    def _refuse(self, stranger: str, sentence: str) -> None:
+        self._log_stranger(stranger, sentence)
+        self._count_turned_away(catalogue.NO_ROOM if stranger == NEWCOMERS else catalogue.REFUSED)
+
     def _log_bad_frame(self, detail: str) -> None:
         self._log_stranger("bad requests", f"refused a bad request: {detail}")
+        self._count_turned_away(catalogue.MALFORMED)
 
     def _log_cut_off(self, address: str, why: str) -> None:
         self._log_stranger(address, f"ended a connection from {address}: {why}")
+        self._count_turned_away(catalogue.CUT_OFF)
+
+    def _count_turned_away(self, why: str) -> None:
+        self._add_one(catalogue.TURNED_AWAY.key(catalogue.SIDE_CHANNEL, why))
+
+    def _add_one(self, key: str) -> None:
+        self.totals = {**self.totals, key: self.totals.get(key, 0) + 1}
 
     def _note_crash(self, task_name: str, error: BaseException) -> None:
         log_actor_crash(task_name, error)
-        self.totals = {**self.totals, _CRASHES: self.totals.get(_CRASHES, 0) + 1}
+        self._add_one(catalogue.CRASHES.key())
 
     def _log_error(self, error: BaseException) -> None:
         self._note_crash("handshake listener's thread", error)

@@ -39,7 +39,7 @@ from connector.observe.stats import ConnectorStats
 from connector.observe.trace_log import open_trace_log
 from connector.observe.trace_writer import TraceWriter
 from connector.ports.nixl_agent import RealNixlPort
-from connector.ports.zmq_bridge import ZmqSideChannel
+from connector.ports.zmq_bridge import NEWCOMERS, ZmqSideChannel
 from connector.protocol import (
     AfterSteps,
     Command,
@@ -300,10 +300,21 @@ class ConnectorWorker:
         layout = registration.layout
         clock = self._clock
         log_failure = FailureLog(layout.engine_id, rank_number)
-        side_channel = ZmqSideChannel(self._access, StrangerLog("control socket"))
+        log_stranger = StrangerLog("control socket")
+
+        def refuse(stranger: str, sentence: str) -> None:
+            log_stranger(stranger, sentence)
+            why = catalogue.NO_ROOM if stranger == NEWCOMERS else catalogue.REFUSED
+            self._figures.note_turned_away(catalogue.CONTROL_SOCKET, why)
+
+        def cut_off(subject: str, failure: Failure) -> None:
+            log_failure(subject, failure)
+            self._figures.note_turned_away(catalogue.CONTROL_SOCKET, catalogue.CUT_OFF)
+
+        side_channel = ZmqSideChannel(self._access, refuse)
         port = control_port(self._vllm_config, self._options, rank_number)
         host = listening_host(self._vllm_config.parallel_config)
-        control_host, control = open_control_socket(side_channel, host, log_failure, port)
+        control_host, control = open_control_socket(side_channel, host, cut_off, port)
         leave_secret = secrets.token_bytes(LEAVE_SECRET_BYTES)
         self._handshake_metadata = HandshakeMetadata(
             compatibility_hash=registration.compatibility_hash,
@@ -346,6 +357,7 @@ class ConnectorWorker:
             emit=self._emit,
             log_failure=log_failure,
             log_crash=self._note_crash,
+            turned_away=self._figures.note_turned_away,
             event_log=EventLog(layout.engine_id, rank_number, clock=clock, log_failure=log_failure),
             hear_engine=hear_engine,
             facts=engine_facts(

@@ -265,6 +265,10 @@ def entered(
     return side("nixl_actor_transitions_total", values, labels)
 
 
+def turned_away(values: str, where: str, why: str) -> dict[str, str]:
+    return on_p("nixl_actor_turned_away_total", values, f'where="{where}", why="{why}"')
+
+
 def build(name: str, version: str) -> dict[str, str]:
     return on_d("nixl_actor_build_info", "1x60", f'version="{version}", vllm="0.32.0", nixl="{name}"')
 
@@ -422,6 +426,24 @@ CASES: dict[str, tuple[list[list[dict[str, str]]], list[list[dict[str, str]]]]] 
     "NixlActorStrayReleases": (
         [[on_p("nixl_actor_stray_releases_total", growing(1))]],
         [[on_p("nixl_actor_stray_releases_total", "0x20 2x10")]],
+    ),
+    "NixlActorFlooded": (
+        [
+            [turned_away(growing(2), "side_channel", "cut_off")],
+            [turned_away(growing(2), "control_socket", "no_room")],
+            [turned_away(growing(5000), "notifications", "dropped")],
+            [turned_away(growing(700), "side_channel", "refused")],
+            [
+                turned_away(growing(400), "side_channel", "refused"),
+                turned_away(growing(400), "control_socket", "malformed"),
+            ],
+        ],
+        [
+            # A fleet of a thousand engines of eight ranks that connects again, and an engine whose key is missing.
+            [turned_away("0x20 8000x10", "control_socket", "cut_off")],
+            [turned_away(growing(500), "side_channel", "refused")],
+            [turned_away(growing(1), "side_channel", "cut_off"), turned_away(growing(30), "side_channel", "malformed")],
+        ],
     ),
     "NixlActorVersionsDiffer": (
         [[build("1.5.1", "0.1.0"), build("1.5.1", "0.2.0")]],

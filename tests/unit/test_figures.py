@@ -285,6 +285,13 @@ def test_what_crashes_is_counted() -> None:
     assert figures.take() is None
 
 
+def test_who_is_turned_away_is_counted_by_where_and_why() -> None:
+    figures = Figures()
+    for where, why in ((catalogue.CONTROL_SOCKET, catalogue.REFUSED), (catalogue.NOTIFICATIONS, catalogue.DROPPED)):
+        figures.note_turned_away(where, why)
+    assert figures.take() == ({"turned_away|control_socket|refused": 1, "turned_away|notifications|dropped": 1}, {})
+
+
 def test_records_that_are_missing_in_the_trace_are_counted() -> None:
     figures = Figures()
     figures.note_trace_missing(3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -87,6 +88,7 @@ class Rank:
         self.outcomes: list[Outcome] = []
         self.failures: list[Failure] = []
         self.crashes: list[str] = []
+        self.turned_away: Counter[tuple[str, str]] = Counter()
         self.is_watching: list[bool] = []
         self.steps: list[tuple[Any, str, str]] = []
         self.values: dict[Any, Lease] = {}
@@ -107,6 +109,7 @@ class Rank:
             control=control,
             leave_secret=LEAVE_SECRET,
             hear_engine=self._hear_engine,
+            turned_away=lambda *where_and_why: self.turned_away.update([where_and_why]),
         )
         self._core_step = self.keeper._core._step
         self.keeper._core._step = self._step  # type: ignore[method-assign]
@@ -289,6 +292,7 @@ def test_a_flood_of_notifications_costs_no_grant(monkeypatch: pytest.MonkeyPatch
     dropped = [each.dropped for each in rank.failures if isinstance(each, NotificationsDropped)]
     assert dropped == [2**exponent for exponent in range(12)], "few lines, and each says how many"
     assert sum(isinstance(each, MessageMalformed) for each in rank.failures) == 1000
+    assert rank.turned_away == {("notifications", "dropped"): 3500, ("notifications", "malformed"): 1000}
 
 
 def test_notifications_that_wait_have_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -505,6 +509,7 @@ def test_what_is_no_notification_costs_a_line() -> None:
         (failure,) = rank.failures
         assert isinstance(failure, MessageMalformed)
         assert (failure.sender, failure.detail) == ("d", "not UTF-8: b'\\xff'")
+        assert rank.turned_away == {("notifications", "malformed"): 1}
         assert rank.late() == 0
 
     run_ahead(test)
@@ -685,6 +690,7 @@ def test_only_its_own_engine_has_a_worker_leave() -> None:
         [failure] = rank.failures
         assert isinstance(failure, MessageMalformed)
         assert "does not come from its engine" in failure.detail
+        assert rank.turned_away == {("control_socket", "malformed"): 1}
 
     run_over_zmq(test)
 
@@ -729,6 +735,7 @@ def test_what_is_no_message_gets_silence_and_costs_nothing(frames: tuple[bytes, 
         assert [type(failure) for failure in rank.failures] == [MessageMalformed]
         assert shorten(str(rank.failures[0]), 500) == str(rank.failures[0]), "fit for a log"
         assert rank.crashes == []
+        assert rank.turned_away == {("control_socket", "malformed"): 1}
 
     run_over_zmq(test)
 

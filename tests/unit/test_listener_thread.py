@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -14,6 +15,8 @@ import pytest
 import trio
 
 from connector.clock import BootClock, to_ns
+from connector.ports.gate import ANYBODY, Access, network_of
+from connector.ports.side_channel import NotAllowed
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.runtime import draining
 from connector.runtime import listener as runtime_listener
@@ -147,6 +150,21 @@ def test_files_are_looked_at_again_and_a_look_that_raises_ends_nothing(
     listener.stop()
     assert looks >= 4
     assert "RuntimeError: injected" in caplog.text
+
+
+def test_strangers_are_counted_by_why_they_were_turned_away(port: int) -> None:
+    def totals_after(access: Access, frame: bytes) -> Mapping[str, int]:
+        listener = make_listener_thread(HOST, port, {(0, 0): one_rank()}, access=access)
+        listener.start()
+        with contextlib.suppress(NotAllowed):
+            ask(port, frame, seconds=5.0)
+        listener.stop()
+        return listener.totals
+
+    assert totals_after(ANYBODY, encode_request(0, 0)) == {}
+    assert totals_after(ANYBODY, b"?") == {"turned_away|side_channel|malformed": 1}
+    refused = totals_after(Access(networks=(network_of("10.0.0.0/8"),)), encode_request(0, 0))
+    assert set(refused) == {"turned_away|side_channel|refused"}
 
 
 def test_an_engine_that_has_stopped_says_so_to_everybody(served: ListenerThread, port: int) -> None:

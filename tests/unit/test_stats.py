@@ -434,7 +434,8 @@ def test_units_are_in_the_names() -> None:
 def test_labels_are_few_and_bounded() -> None:
     for metric in catalogue.METRICS:
         assert len(set(metric.series)) == len(metric.series) <= 300, metric.name
-        assert set(metric.labels) <= {"state", "machine", "reason", "side", "outcome", "version", "vllm", "nixl"}
+        known = {"state", "machine", "reason", "side", "outcome", "where", "why", "version", "vllm", "nixl"}
+        assert set(metric.labels) <= known
 
 
 def test_requests_fail_of_the_kinds_that_the_documentation_has_for_the_engine_that_loads() -> None:

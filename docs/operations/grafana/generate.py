@@ -312,6 +312,13 @@ ROWS: dict[str, list[dict[str, Any]]] = {
             unit="ops",
         ),
         panel(
+            "Strangers turned away",
+            [(rate("vllm:nixl_actor_turned_away_total", "where, why"), "{{where}}: {{why}}")],
+            unit="ops",
+            width=24,
+            description="Who it was is in the engine's log. Each rank has its own control socket and notifications.",
+        ),
+        panel(
             "Versions",
             [(f"count by (model_name, version, vllm, nixl) ({selected('vllm:nixl_actor_build_info')})", "")],
             kind="table",

@@ -1,0 +1,98 @@
+"""What a worker counts beside its requests: mistakes in the connector, and strangers at its control socket."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from connector.config import ConnectorOptions
+from connector.observe.stats import COUNTS
+from connector.ports.side_channel import FRAMES_TOO_MANY_MAX, SideChannelError
+from connector.ports.zmq_bridge import ZmqSideChannel
+from connector.protocol import LocalPrefillsSeen
+from connector.runtime.supervisor import Supervisor
+from connector.step_metadata import StepMetadata
+from connector.worker.connector_worker import ConnectorWorker
+from tests.unit.vllm_setup import allocate, attention_spec, cache_config, engine_config, single_rank, write_model
+
+WAIT_SECONDS = 30.0
+SILENCE_SECONDS = 1.0
+
+
+@contextmanager
+def running(directory: Path, options: ConnectorOptions) -> Iterator[ConnectorWorker]:
+    """A worker whose actors run."""
+    config = engine_config(write_model(directory / "model"))
+    (directory / "rendezvous").mkdir()
+    caches = cache_config(attention_spec())
+    with single_rank(config, directory / "rendezvous"):
+        worker = ConnectorWorker(config, caches, options)
+        worker.register_kv_caches(allocate(caches))
+        try:
+            yield worker
+        finally:
+            worker.shutdown()
+
+
+def counted(worker: ConnectorWorker, key: str, at_least: int) -> int:
+    """Of one series, when it has got so far."""
+    counts: Counter[str] = Counter()
+    deadline = time.monotonic() + WAIT_SECONDS
+    while counts[key] < at_least and time.monotonic() < deadline:
+        time.sleep(0.01)
+        stats = worker.take_stats()
+        counts.update(stats.data[COUNTS] if stats is not None else {})
+    return counts[key]
+
+
+def send(worker: ConnectorWorker, *frames: bytes) -> None:
+    """To the control socket, and wait for what becomes of it; there may be silence."""
+    metadata = worker.handshake_metadata
+    assert metadata is not None
+    where = metadata.extension
+
+    async def main() -> None:
+        channel = ZmqSideChannel()
+        with suppress(SideChannelError), trio.move_on_after(SILENCE_SECONDS):
+            link = await channel.open_link(where.control_host, where.control_port)
+            link.send(list(frames))
+            await link.receive()
+        channel.close()
+
+    trio.run(main)
+
+
+def test_a_message_with_which_the_actors_crash_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It concerns no request."""
+
+    def broken(self: Supervisor, command: Any) -> None:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(Supervisor, "_hand_out", broken)
+    with running(tmp_path, ConnectorOptions()) as worker:
+        worker.note_warm()
+        worker.start_load_kv(StepMetadata([LocalPrefillsSeen(count=1, named=())]))
+        assert counted(worker, "crashes", 2) == 2, "the word that the engine is warm is a message too"
+
+
+@pytest.mark.parametrize(
+    ("allowed_peers", "frames", "why"),
+    [
+        (("10.0.0.0/8",), 1, "refused"),
+        ((), 1, "malformed"),
+        ((), FRAMES_TOO_MANY_MAX + 100, "cut_off"),
+    ],
+)
+def test_strangers_at_the_control_socket_are_counted(
+    tmp_path: Path, allowed_peers: tuple[str, ...], frames: int, why: str
+) -> None:
+    with running(tmp_path, ConnectorOptions(allowed_peers=allowed_peers)) as worker:
+        send(worker, *[b"?"] * frames)
+        assert counted(worker, f"turned_away|control_socket|{why}", 1) >= 1
