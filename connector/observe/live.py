@@ -101,18 +101,20 @@ class RankReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Silent:
-    """An engine that could not be asked, or a worker of one. `engine_id`: what it is called, as far as is known."""
+    """An engine that could not be asked, or a worker of one. `engine_id`: what it is called, as far as is known.
+    `ran_out`: it answers, and had no time to tell all."""
 
     address: str
     engine_id: str | None
     kind: str
     problem: str
+    ran_out: bool = False
 
     @property
     def is_of_asker(self) -> bool:
-        """It says where who asks stands, and which keys it has. A decode engine stands elsewhere, and finds out for
-        itself whether it may speak to the engine, and knows its name."""
-        return self.kind in (failures.NotAllowed.__name__, failures.AddressNotResolved.__name__)
+        """It says where who asks stands, which keys it has, and how much it wants to know in what time. A decode engine
+        stands elsewhere, and finds out for itself whether it may speak to the engine, and knows its name."""
+        return self.ran_out or self.kind in (failures.NotAllowed.__name__, failures.AddressNotResolved.__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,17 +167,19 @@ class EngineReport:
 
         `names`: engine ids by address, for one that has not said its own.
         """
-        problem, kind = self.problem, self.problem_kind
+        problem, kind, ran_out = self.problem, self.problem_kind, False
         if problem is None and not self.answers:
             problem, kind = self.refusal, failures.HandshakeRefused.__name__
         if problem is None:
-            asked = (rank for rank in self.ranks if rank.advertisement is not None and not rank.is_builtin)
-            problem = next((rank.problem for rank in asked if rank.problem is not None), None)
+            asked = [rank for rank in self.ranks if rank.advertisement is not None and not rank.is_builtin]
+            silent = sorted((rank for rank in asked if rank.problem is not None), key=lambda rank: rank.ran_out)
+            if silent:
+                problem, ran_out = silent[0].problem, silent[0].ran_out
             kind = failures.ControlLinkLost.__name__
         if problem is None:
             return None
         name = self.engine_id or names.get(str(self.address))
-        return Silent(address=str(self.address), engine_id=name, kind=kind or "", problem=problem)
+        return Silent(address=str(self.address), engine_id=name, kind=kind or "", problem=problem, ran_out=ran_out)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,13 +8,15 @@ import msgspec
 import pytest
 
 from connector.observe.advice import NO_PARAMETERS, NOT_READ, WHAT_TO_DO, advice_of, told
+from connector.observe.asking import Address
 from connector.observe.course import brought_together
 from connector.observe.explanation import Case, Explanation, Live, Said, explain, explain_nothing, find
 from connector.observe.explanation.not_read import LEASE_WAITING
 from connector.observe.explanation.rows import by_type
 from connector.observe.explanation.waiting import WAITING
-from connector.observe.live import Silent
+from connector.observe.live import EngineReport, RankReport, Silent
 from connector.observe.traced import QUEUED
+from connector.wire.handshake import Advertisement
 from connector.wire.inspection import (
     EngineCounts,
     EngineFacts,
@@ -30,6 +32,7 @@ from connector.wire.inspection import (
 from statemachine import failures, lease, lending, remote_engine, request
 from statemachine.failures import Failure
 from statemachine.trace import TransitionRecord
+from tests.rig.facts import facts as extension
 from tests.unit.test_failures import EXAMPLES
 from tests.unit.test_history import LENT, PULLED, Step, records
 
@@ -378,6 +381,23 @@ def test_that_only_the_tool_may_not_ask_its_peer_is_no_cause(kind: str, state: s
     assert kind not in answer.cause
     assert answer.advice != WHAT_TO_DO[kind]
     assert "10.0.0.1:5600 was asked just now: this tool may not ask it (--keys)" in answer.facts
+
+
+@pytest.mark.parametrize("state", ["pending_handshake", "queued", "reading", "proving"])
+def test_that_the_tool_had_no_time_for_all_that_its_peer_says_is_no_cause(state: str) -> None:
+    told = RankReport(
+        rank=(0, 0),
+        advertisement=Advertisement(compatibility_hash="h", metadata=None, actor=extension(), error=None),
+        rows=(engine_row("P").row,),
+        problem="has told 1 row(s), and not all in the time",
+        ran_out=True,
+    )
+    silence = EngineReport(address=Address("10.0.0.1", 5600), ranks=(told,)).silence({})
+    assert silence is not None
+    answer = the_answer([], said_by(row(state), silent=(silence,)))
+    assert answer.kind is None
+    assert "row(s)" not in answer.cause
+    assert any("not all in the time" in fact for fact in answer.facts)
 
 
 def test_one_that_waits_for_its_turn_says_behind_how_many() -> None:
