@@ -149,6 +149,11 @@ class EngineReport:
         return None
 
     @property
+    def name(self) -> str:
+        """Its id; without one, its address."""
+        return self.engine_id or str(self.address)
+
+    @property
     def role(self) -> str:
         return next((rank.engine.facts.role for rank in self.ranks if rank.engine is not None), "")
 
@@ -213,7 +218,7 @@ class Survey:
     def leaving(self) -> list[str]:
         """The engines that lend nothing any more, because they drain or have drained."""
         return [
-            each.engine_id or str(each.address)
+            each.name
             for each in self.engines
             if each.role != "kv_consumer" and any(rank.draining for rank in each.ranks)
         ]
@@ -365,7 +370,7 @@ class Surveyor:
                 with contextlib.suppress(AddressError):
                     address = parse_address(row.address)
                     if address not in named and row.engine_id not in known_ids:
-                        further[address] = (*further.get(address, ()), engine.engine_id or str(engine.address))
+                        further[address] = (*further.get(address, ()), engine.name)
         chosen = dict(list(further.items())[: ENGINES_MAX - len(named)])
         more = await self._ask_all(chosen, questions, self._followed_seconds)
         return Survey([*found, *more])

@@ -141,7 +141,7 @@ RULES = [
         (
             "connector/observe/cli",
             "connector/observe/explanation",
-            "connector/observe/diagnosis.py",
+            "connector/observe/diagnosis",
             "connector/observe/asking.py",
             "connector/observe/live.py",
         ),
