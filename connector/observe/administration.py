@@ -31,7 +31,7 @@ from connector.wire.administration import (
     encode_drain,
 )
 from connector.wire.bounded import DecodeFailed
-from connector.wire.handshake import ActorExtension
+from connector.wire.handshake import ActorExtension, worker_name
 
 ASK_SECONDS = 5.0
 """For one answer, or less where the caller waits less in all."""
@@ -169,7 +169,7 @@ async def _meet_on(
     with _as_administration_error():
         actor = (await advertisement(side_channel, address, rank, seconds)).actor
     if actor is None:
-        raise AdministrationError(f"the engine at {address} said nothing of its rank {rank}")
+        raise AdministrationError(f"the engine at {address} said nothing of its worker {worker_name(*rank)}")
     where = join_address(actor.control_host, actor.control_port)
     try:
         with trio.fail_after(seconds):  # its name server may hang
@@ -185,7 +185,7 @@ async def _meet_on(
                 await trio.sleep(POLL_SECONDS)
     except trio.TooSlowError as error:
         raise AdministrationError(
-            f"rank {rank} of the engine at {address} did not answer at {where} within {seconds:g} s"
+            f"{worker_name(*rank)} of the engine at {address} did not answer at {where} within {seconds:g} s"
         ) from error
     except (SideChannelError, DecodeFailed) as error:
-        raise AdministrationError(f"rank {rank} of the engine at {address}: {error}") from error
+        raise AdministrationError(f"{worker_name(*rank)} of the engine at {address}: {error}") from error

@@ -120,7 +120,7 @@ class ActorExtension(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def worker_name(pp_rank: int, tp_rank: int) -> str:
-    """For people; by these numbers `ps` and a worker's log name it too."""
+    """For people. Pipeline and tensor rank, as `ps --json` has them."""
     return f"PP {pp_rank} TP {tp_rank}"
 
 

@@ -70,7 +70,7 @@ def test_a_name_server_that_hangs_keeps_nobody_from_an_answer(monkeypatch: pytes
     answer = CliRunner().invoke(app, ["meet", "127.0.0.1:1", "127.0.0.1:2", "--timeout", "0.2"])
     assert time.monotonic() - begun < administration.ASK_SECONDS - 1
     assert answer.exit_code == 2
-    assert answer.output == "rank (0, 0) of the engine at 127.0.0.1:1 did not answer at 10.0.0.1:40000 within 0.2 s\n"
+    assert answer.output == "PP 0 TP 0 of the engine at 127.0.0.1:1 did not answer at 10.0.0.1:40000 within 0.2 s\n"
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from connector.observe.advice import NIXL_HANGS, NIXL_HANGS_ADVICE, WHAT_TO_DO
 from connector.observe.asking import Address
 from connector.observe.diagnosis.finding import Finding, facts_of, first_facts, host_of
 from connector.observe.live import EngineReport, Survey
+from connector.wire.handshake import worker_name
 from connector.wire.inspection import (
     EngineRow,
     PeerRow,
@@ -58,7 +59,7 @@ def unanswered(found: Survey) -> Iterator[Finding]:
                     level="note" if rank.is_builtin else "warning" if rank.ran_out else "problem",
                     check="answers",
                     engines=(engine.name,),
-                    what=f"{engine.name} rank {rank.rank}: {rank.problem}",
+                    what=f"{engine.name}, {worker_name(*rank.rank)}: {rank.problem}",
                     advice="" if rank.is_builtin or rank.ran_out else _SEE_WORKER,
                 )
         for row in engine.of(EngineRow):
