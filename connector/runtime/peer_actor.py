@@ -101,9 +101,11 @@ class PeerActor:
             identity=f"{local.engine_id}/{local.tp_rank}",
             observe=context.recorder.observer(address.engine_id, self.amounts, self._log_of_peer()),
         )
-        self._notices = WaitNotices(
-            context.event_log, self.core, says_who_is_queued=local.tp_rank == 0, name=self._named
-        )
+        self._notices: WaitNotices | None = None
+        if context.event_log is not None:
+            self._notices = WaitNotices(
+                context.event_log, self.core, says_who_is_queued=local.tp_rank == 0, name=self._named
+            )
         self._verifier = Verifier(context.sums, self.core, self.tell)
         self._inbox: deque[Event | PullCommand] = deque()
         self._commands_waiting = 0  # of those in the inbox
@@ -195,7 +197,8 @@ class PeerActor:
 
     def _next_deadline(self) -> int | None:
         """Of the core, and of what is to be said."""
-        next_ns, said_ns = self.core.next_deadline(), self._notices.next_deadline()
+        next_ns = self.core.next_deadline()
+        said_ns = self._notices.next_deadline() if self._notices is not None else None
         if next_ns is None or said_ns is None:
             return said_ns if next_ns is None else next_ns
         return min(next_ns, said_ns)
@@ -214,9 +217,11 @@ class PeerActor:
         try:
             self._hear_all()
             if advance:
-                self._notices.write(self._context.clock.now_ns())
+                if self._notices is not None:
+                    self._notices.write(self._context.clock.now_ns())
                 self._carry_out(self.core.advance(self._context.clock.now_ns()))
-                self._verifier.tell_what_nobody_wants()
+                if self._verifier.unverified:
+                    self._verifier.tell_what_nobody_wants()
                 self._hear_all()
             was_connected, self._was_connected = self._was_connected, self.core.is_connected
             if was_connected and not self._was_connected:
@@ -315,16 +320,19 @@ class PeerActor:
             case MeetPeer(peer=address):
                 return core.MeetAsked(address=address)
             case StartPull(awaited=False):
-                self._notices.end(command.request_id)
+                if self._notices is not None:
+                    self._notices.end(command.request_id)
                 return core.NotNeeded(request_id=command.request_id, lease=command.lease, address=command.peer)
             case StartPull():
                 now_ns = self._context.clock.now_ns()
                 blocks = sum(len(group.local_block_ids) for group in command.groups)
                 self._pulls[command.request_id] = _Pull(command=command, began_ns=now_ns, blocks=blocks)
-                self._notices.begin(command, now_ns)
+                if self._notices is not None:
+                    self._notices.begin(command, now_ns)
                 kind: type[core.Started | core.Announced] = core.Started
             case TrackLease():
-                self._notices.begin(command, self._context.clock.now_ns())
+                if self._notices is not None:
+                    self._notices.begin(command, self._context.clock.now_ns())
                 kind = core.Announced
         return kind(
             request_id=command.request_id,
@@ -347,7 +355,8 @@ class PeerActor:
 
     def _feed(self, event: Event) -> None:
         self._carry_out(self.core.handle(event, self._context.clock.now_ns()))
-        self._verifier.tell_what_nobody_wants()
+        if self._verifier.unverified:
+            self._verifier.tell_what_nobody_wants()
 
     def _start_handshake(self, effect: core.StartHandshake) -> None:
         assert isinstance(effect.address, PeerAddress)
@@ -450,7 +459,8 @@ class PeerActor:
 
     def _report(self, effect: core.Report) -> None:
         request_id, failure = effect.request_id, effect.failure
-        self._notices.end(request_id)
+        if self._notices is not None:
+            self._notices.end(request_id)
         self._context.recorder.catch_up()
         pull = self._pulls[request_id] if effect.is_quarantined else self._pulls.pop(request_id)
         resolved = pull.resolved if failure is None else None

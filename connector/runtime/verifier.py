@@ -32,29 +32,27 @@ class Verifier:
         self._desk = desk
         self._core = core
         self._tell = tell
-        # READs whose bytes are here and that the engine thread sums, by ticket.
-        self._unverified: dict[int, ReadEnded] = {}
+        self.unverified: dict[int, ReadEnded] = {}
+        """READs whose bytes are here and that the engine thread sums, by ticket."""
 
     def verify(self, ended: ReadEnded, check: Check, lease: LeaseName) -> None:
         """All bytes of this READ are here: it is told as it is if they are those that were lent, else as failed."""
         ticket = self._desk.order(
             stretches(check.compared.landed), lambda found: self._compare(ended, check, lease, found)
         )
-        self._unverified[ticket] = ended
+        self.unverified[ticket] = ended
 
     def tell_what_nobody_wants(self) -> None:
         """READs of requests that have failed meanwhile are over, whatever they have left."""
-        if not self._unverified:
-            return
-        for ticket, ended in list(self._unverified.items()):
+        for ticket, ended in list(self.unverified.items()):
             if not self._core.is_reading(ended.request_id):
-                del self._unverified[ticket]
+                del self.unverified[ticket]
                 self._desk.withdraw(ticket)
                 self._tell(ended)
 
     def _compare(self, ended: ReadEnded, check: Check, lease: LeaseName, found: SumsFound) -> None:
         """The engine thread has summed what a READ has left."""
-        del self._unverified[found.ticket]
+        del self.unverified[found.ticket]
         failure: Failure | None = None
         if found.error is not None:
             failure = ActorCrashed(actor="checksums", error=found.error)

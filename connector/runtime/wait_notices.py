@@ -19,14 +19,14 @@ class WaitNotices:
     """Of the requests of one peer actor.
 
     Args:
-        log: None: nobody reads it, and nothing is noted.
+        log: where the lines go.
         says_who_is_queued: vLLM's queue is one for all ranks, so one of them says it.
         name: what the log calls a request, by its command and the moment at which that came (ns).
     """
 
     def __init__(
         self,
-        log: EventLog | None,
+        log: EventLog,
         core: RemoteEngine,
         *,
         says_who_is_queued: bool,
@@ -43,10 +43,11 @@ class WaitNotices:
 
     def begin(self, command: TrackLease | StartPull, now_ns: int) -> None:
         """What the request waited for before has come."""
-        self.end(command.request_id)
-        if self._log is not None and (self._says_who_is_queued or isinstance(command, StartPull)):
+        if self._says_who_is_queued or isinstance(command, StartPull):
             self._last[command.request_id] = command
             self._due.append((now_ns, command))
+        else:
+            self.end(command.request_id)
 
     def end(self, request_id: str) -> None:
         """It waits for nothing."""
@@ -66,7 +67,6 @@ class WaitNotices:
             if isinstance(command, StartPull):
                 self._write_what_it_waits_for(command, came_ns, now_ns)
             elif self._is_queued(command):
-                assert self._log is not None
                 self._log.queued(self._name(command, came_ns), command.request_id)
 
     def _waits(self, command: TrackLease | StartPull) -> bool:
@@ -84,5 +84,4 @@ class WaitNotices:
         left = ""
         if view.until_ns is not None:  # of its state; the connection may fail, and it with it, before
             left = f"; at most {(view.until_ns - now_ns) / NS_PER_SECOND:.0f} s longer"
-        assert self._log is not None
         self._log.waits(self._name(command, came_ns), describe_wait(view, self._core.state) + left)

@@ -680,7 +680,7 @@ class RemoteEngine:
                 self._tear_down(connection)
         if self._peer.state is peer.State.IDLE and (self._waiting or self._proving or self._has_something_to_say):
             self._step_peer(peer.Wanted(), now_ns)
-        elif self.is_retired and (self._waiting or self._proving):
+        elif (self._waiting or self._proving) and self.is_retired:
             self._announce_failed(PeerRetired(peer=self.engine_id), now_ns, was_refused=False)
         if self.is_finished:
             self._claims.drop_all()
