@@ -91,6 +91,12 @@ class Holder(msgspec.Struct, frozen=True):
     def is_complete(self) -> bool:
         return len(self.released) >= self.ranks and not self.told
 
+    @property
+    def others(self) -> int:
+        """Processes that are waited for although all ranks are done: an engine has started again, or two have one
+        id."""
+        return len(self.told) if len(self.released) >= self.ranks else 0
+
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
     """Value of the machine.
@@ -292,7 +298,8 @@ def holders_in_words(ended: Lease) -> str:
     if not ended.holders:
         return "no decode engine has asked for it"
     held = "held by " + ", ".join(
-        f"{holder.engine_id or 'built-in engines'} ({len(holder.released)} of {holder.ranks} ranks are done)"
+        f"{holder.engine_id or 'built-in engines'} ({len(holder.released)} of {holder.ranks} ranks are done"
+        + (f", and not {holder.others} other process(es) of that id)" if holder.others else ")")
         for holder in ended.holders
     )
     # Who holds it is alive, then: it is not the length of a lease that was too short.

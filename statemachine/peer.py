@@ -7,7 +7,8 @@
     disconnecting   no READ is in flight; the agents are being removed
     backoff         the last attempt failed; requests fail at once until the delay is over
     incompatible    it answered, and KV cannot be exchanged; like backoff, with a longer delay
-    gone            given up: replaced by another engine at its address, evicted, or the connector stops
+    gone            given up: replaced by another engine at its address, evicted, or the connector stops. A peer that is
+                    recalled is a fresh value
 
 Why `draining` comes before rebuilding: after a transport error the same agent must be removed before it can be added
 again, and removing an agent while a READ is in flight hides the end of that READ (docs/nixl.md). If READs do not end

@@ -70,8 +70,8 @@ class Member(Protocol):
     def is_connected(self) -> bool: ...
 
     @property
-    def is_gone(self) -> bool:
-        """Nothing is left of it but READs that hang."""
+    def may_be_recalled(self) -> bool:
+        """It was retired, and may never end: READs hang."""
         ...
 
 
@@ -203,9 +203,10 @@ class Retire(Effect, frozen=True, kw_only=True):
 
 
 class Recall(Effect, frozen=True, kw_only=True):
-    """A member that was retired is wanted again, and would not end: let it go on."""
+    """A member that was retired is wanted again, and would not end: let it go on. `message` as in Admit."""
 
     key: PeerKey
+    message: Any
 
 
 class Refuse(Effect, frozen=True, kw_only=True):
@@ -353,7 +354,7 @@ class Roster:
             return self._turn_away_for_now(asked, entry, full)
         if asked.is_awaited and (blocks := self._quarantine.blocks_of((key, asked.request_id))):
             return self._turn_away_for_now(asked, entry, RequestIdInQuarantine(blocks=blocks))
-        is_recalled = entry is not None and entry.is_retired and self._member(key).is_gone
+        is_recalled = entry is not None and entry.is_retired and self._member(key).may_be_recalled
         if entry is None or is_recalled:
             if self._staying >= self._members_max:
                 effects = self._make_room(takes_connected=asked.is_needed)
@@ -363,7 +364,7 @@ class Roster:
             if is_recalled:
                 self._forget(key)
             self._enter(key, asked.place, now_ns)
-            effects.append(Recall(key=key) if is_recalled else Admit(key=key, message=message))
+            effects.append((Recall if is_recalled else Admit)(key=key, message=message))
         else:
             entry.asked_ns = now_ns
         if asked.is_awaited:

@@ -283,11 +283,11 @@ LENT_BLOCKS = Metric(
 KV_BLOCKS = Metric(
     name=f"{PREFIX}kv_blocks",
     kind="gauge",
-    documentation="KV blocks of the pool, of which those are a part.",
+    documentation="KV blocks of the engine's pool. Those that are lent or in quarantine are among them.",
     side="both",
 )
 LENT_TOKENS = Metric(
-    name=f"{PREFIX}lent_tokens", kind="gauge", documentation="Tokens whose KV the blocks hold that are lent.", side="P"
+    name=f"{PREFIX}lent_tokens", kind="gauge", documentation="Tokens whose KV is in the blocks that are lent.", side="P"
 )
 QUARANTINED_BLOCKS = Metric(
     name=f"{PREFIX}quarantined_blocks",
@@ -528,11 +528,11 @@ TRACE_RECORDS_MISSING = Metric(
 TURNED_AWAY = Metric(
     name=f"{PREFIX}turned_away",
     kind="counter",
-    documentation="What strangers wanted and did not get: newcomers that are not in allowed_peers or have no accepted "
-    "key (refused), connections that were ended for what they sent or for want of room, or whose address was shut out "
-    "for it (cut_off), messages that make no sense (malformed), notifications of which too many waited (dropped), "
-    "moments in which no file descriptor was left and somebody waited (no_room). Who is shut out already is not "
-    "counted again.",
+    documentation="What strangers wanted and did not get at the side_channel, at a control_socket or by "
+    "notifications: newcomers that are not in allowed_peers or have no accepted key (refused), connections that were "
+    "ended for what they sent or for want of room, or whose address was shut out for it (cut_off), messages that make "
+    "no sense (malformed), notifications of which too many waited (dropped), moments in which no file descriptor was "
+    "left and somebody waited (no_room). Who is shut out already is not counted again.",
     side="both",
     labels=("where", "why"),
     series=(
@@ -544,7 +544,7 @@ CRASHES = Metric(
     name=f"{PREFIX}crashes",
     kind="counter",
     documentation="Mistakes in the connector: a task of its actors or of its handshake listener raised. The log has "
-    "the traceback. Each was caught, and what it was about is lost; requests that failed of it are in "
+    "the traceback. What it was about is lost; requests that failed of it are in "
     "vllm:nixl_actor_failed_receives_total (ActorCrashed) too.",
     side="both",
 )

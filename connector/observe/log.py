@@ -193,14 +193,19 @@ class CrashCount:
 
     Args:
         write: a line with a traceback: what raised it, what it raised.
+        count: called each time.
     """
 
-    def __init__(self, write: Callable[[str, BaseException], None] = log_crash) -> None:
+    def __init__(
+        self, write: Callable[[str, BaseException], None] = log_crash, count: Callable[[], None] = lambda: None
+    ) -> None:
         self._write = write
+        self._count = count
         self._crashes = 0
 
     def note(self, what: str, error: BaseException) -> None:
         self._crashes += 1
+        self._count()
         if is_said(self._crashes):
             self._write(f"{what} (number {self._crashes})", error)
 

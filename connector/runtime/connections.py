@@ -7,6 +7,7 @@ how a handshake goes is that of `connector/runtime/handshake.py`.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -41,12 +42,15 @@ class Connections:
         self,
         context: ActorContext,
         put: Callable[[Event], None],
+        engine_id: str,
         *,
         on_connected: Callable[[], None],
         on_sums: Callable[[int, int, control.Sums], None],
     ) -> None:
         self._context = context
         self._put = put
+        # What this process is called by that engine alone: no other one can speak for us there.
+        self._process = uuid.uuid5(uuid.UUID(hex=context.process), engine_id).hex
         self._on_connected = on_connected
         self._on_sums = on_sums
         self._by_number: dict[int, Connection] = {}
@@ -123,7 +127,7 @@ class Connections:
     def _sender(self, number: int, rank: int) -> dict[str, Any]:
         local = self._context.local.layout
         ranks = self._by_number[number].ranks[rank].consumers
-        return {"engine_id": local.engine_id, "rank": local.tp_rank, "ranks": ranks, "process": self._context.process}
+        return {"engine_id": local.engine_id, "rank": local.tp_rank, "ranks": ranks, "process": self._process}
 
     def _link(self, number: int, rank: int) -> Link:
         link = self._by_number[number].ranks[rank].link

@@ -28,7 +28,7 @@ class ActorContext:
     """Shared by the supervisor's actors.
 
     Attributes:
-        process: what P's workers are to call this process, and nobody else knows: 32 hex digits.
+        process: a secret of this process, of which it makes what each P calls it: 32 hex digits.
         plans: of READs from the engines that were met.
         pace: of long computations.
         emit: hands an outcome to the engine thread.

@@ -113,6 +113,7 @@ class PeerActor:
         self._connections = Connections(
             context,
             self.tell,
+            address.engine_id,
             on_connected=lambda: tell_roster(roster.Connected(key=key)),
             on_sums=lambda number, rank, answer: self._sums.take(number, rank, answer),
         )
@@ -155,9 +156,9 @@ class PeerActor:
         return self.core.is_connected
 
     @property
-    def is_gone(self) -> bool:
-        """Nothing is left of it but READs that hang."""
-        return self.core.is_gone
+    def may_be_recalled(self) -> bool:
+        """It was retired, and may never end: READs hang."""
+        return self.core.may_be_recalled
 
     async def run(self) -> None:
         """Until the core is finished with this engine."""
@@ -278,7 +279,7 @@ class PeerActor:
         try:
             self._feed(core.Crashed(failure=failure))
         finally:
-            if isinstance(event, core.ReadEnded | core.Retire):
+            if isinstance(event, core.ReadEnded | core.Retire | core.Recall):
                 self._feed(event)  # nobody will ever tell these again
         self._context.recorder.catch_up()
 

@@ -67,6 +67,7 @@ class Recorder:
         figures: Figures | None = None,
         flight: FlightRecorder | None = None,
         log_crash: Callable[[str, BaseException], None] = log_crash,
+        count_crash: Callable[[], None] = lambda: None,
     ) -> None:
         self.engine_id = engine_id
         self.rank = rank
@@ -75,7 +76,7 @@ class Recorder:
         self.flight = flight if flight is not None else FlightRecorder()
         self._sink = sink
         self._figures = figures
-        self._crashes = CrashCount(log_crash)
+        self._crashes = CrashCount(log_crash, count_crash)
         self._seq = 0
         # What `_started` said last, and until when that is taken for right.
         self._started_at = 0.0

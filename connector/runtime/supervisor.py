@@ -84,7 +84,7 @@ class Supervisor:
 
     Args:
         control: the control socket, of `side_channel`.
-        process: what only this process is called, and what only P's workers are told: 32 hex digits.
+        process: a secret of this process, of which it makes what each P calls it: 32 hex digits.
         emit: hands an outcome to the engine thread.
         log_failure: writes one line for people.
         log_crash: writes a line with a traceback: which actor, what it raised.
@@ -382,8 +382,8 @@ class Supervisor:
                     self._admit(key, command.peer)
                 case roster.Retire(key=key):
                     self._peers[key].tell(Retire())
-                case roster.Recall(key=key):
-                    self._peers[key].tell(Recall())
+                case roster.Recall(key=key, message=command):
+                    self._peers[key].tell(Recall(address=command.peer))
                 case roster.Refuse():
                     self._refuse(effect)
                 case roster.TellNotNeeded(key=key, message=command):

@@ -93,7 +93,7 @@ class Hold(msgspec.Struct, frozen=True, kw_only=True, tag="hold"):
     hears_leaving: bool = False
     """The sender understands Leaving, and wants to be told."""
     process: Process = ""
-    """Drawn by the sender's process, which tells nobody else; empty: it knows no such thing."""
+    """What the sender's process is called by this P alone; empty: it has no such name."""
 
     def __post_init__(self) -> None:
         _require_bounded(self.leases)

@@ -280,12 +280,14 @@ class HoldRow(Row, frozen=True, kw_only=True):
 
 
 class HolderRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A decode engine that reads a lease; empty: the built-in ones, whose ranks are agents' names."""
+    """A decode engine that reads a lease; empty: the built-in ones, whose ranks are agents' names. `others`: processes
+    of that id that are waited for although all ranks are done."""
 
     engine_id: str
     ranks: int
     released: tuple[str, ...]
     released_count: int
+    others: int = 0
 
 
 class LeaseRow(Row, frozen=True, kw_only=True):

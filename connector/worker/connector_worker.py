@@ -352,7 +352,7 @@ class ConnectorWorker:
                 clock=clock,
                 sink=self._trace,
                 figures=self._figures,
-                log_crash=self._note_crash,
+                count_crash=self._figures.note_crash,
             ),
             emit=self._emit,
             log_failure=log_failure,

@@ -78,9 +78,9 @@ class TransferLedger:
         self._loaded: list[Loaded] = []
         self.sums_wanted: list[SumsWanted] = []
         """What is to be summed, as `take_results` found."""
-        # What vLLM waits for, by request id. It has parked these until their KV is here; with the blocks of each group.
-        # Blocks of those it keeps until it is told that they were read; with when the grant alone would have ended.
+        # By request id, what vLLM has parked until its KV is here, with the blocks of each group.
         self._open_receives: dict[str, tuple[list[int], ...]] = {}
+        # And whose blocks it keeps until it is told that they were read, with when the grant alone would have ended.
         self._open_sends: dict[str, int] = {}
         # Requests in the scheduler's queue whose leases the actors keep alive.
         self._tracked: set[str] = set()

@@ -37,7 +37,8 @@ Rules that are nobody's machine:
   else do not end, is left standing until they do.
 * Cores that know one engine by different sizes stand on the same agents. What makes a connection of one of them suspect
   makes those of the others suspect, and is over for none of them before the agents are removed for all.
-* What is held of an engine that is given up ends with it: who is still in the scheduler's queue has it held anew.
+* What is held of an engine that is given up ends with it: who is still in the scheduler's queue has it held anew. If
+  READs that hang keep it, it may be recalled (`Recall`), and is connected anew beside them.
 * Nothing is assumed of a lease that has a number. Built-in engines give none out, so where one answers as the engine
   that has lent it, that one has ended: it was put back to the built-in connector under its id.
 

@@ -174,8 +174,9 @@ class RemoteEngine:
                 self._suspect(number, failure, now_ns)
             case Retire():
                 self._step_peer(peer.Retired(), now_ns)
-            case Recall():
-                if self.is_gone:
+            case Recall(address=address):
+                if self.may_be_recalled:
+                    self.address = address
                     self._peer = peer.Peer(engine_id=self.engine_id)
                     self._outcome.steps.append(("peer", self.engine_id, None, None, self._peer))
             case Stop(failure=failure):
@@ -215,8 +216,9 @@ class RemoteEngine:
         return self._peer.is_retiring or self._peer.state is peer.State.GONE
 
     @property
-    def is_gone(self) -> bool:
-        """Retired, and nothing is left of it but READs that hang: they may for ever. Not when the connector stops."""
+    def may_be_recalled(self) -> bool:
+        """Retired, and nothing but its connections is left to end: READs over them may hang for ever. Not when the
+        connector stops."""
         is_left_over = self._peer.state is peer.State.GONE and not (self._requests or self._connections.are_over)
         return is_left_over and not self._is_stopped
 

@@ -198,7 +198,9 @@ class Retire(Event, frozen=True, kw_only=True):
 
 class Recall(Event, frozen=True, kw_only=True):
     """This engine is wanted after all, although it was retired: only READs that hang are left of it. It is connected
-    anew, beside them."""
+    anew, beside them, at this address."""
+
+    address: Address
 
 
 class Stop(Event, frozen=True, kw_only=True):

@@ -97,7 +97,7 @@ def test_a_peer_that_comes_back_elsewhere_is_read_from_while_a_read_from_before_
             (key,) = d.supervisor._peers
             d.supervisor._carry_out(d.supervisor._roster._retire([key]))
             assert (await until(lambda: d.received("a"))).quarantined
-            await until(lambda: d.supervisor._peers[key].is_gone)
+            await until(lambda: d.supervisor._peers[key].may_be_recalled)
             async with engine("p", serves=True) as elsewhere:
                 await is_served(d, elsewhere, "again")
                 assert not is_lifted(d, [10])

@@ -20,7 +20,6 @@ from tests.actors.engines import BLOCKS, HOST, Engine, engine, lease_of, paralle
 from tests.actors.test_pull import run
 
 ALL = ConnectorOptions(verify="all")
-SAMPLED = ConnectorOptions(verify="sampled")
 OFF = ConnectorOptions()
 
 

@@ -460,7 +460,7 @@ def first_rank_releases_for_all(patch: Patch) -> None:
 
 
 def repeats_are_counted(patch: Patch) -> None:
-    """Scenario 19: a rank that releases twice is counted as two."""
+    """Scenario 19: a rank that releases twice releases for all."""
     with_reader = lease._with_reader
 
     def count(value: lease.Lease, event: lease.Held | lease.ReaderDone) -> lease.Lease:

@@ -233,7 +233,7 @@ class FakeNixlWorld:
 
     def forget_the_dead(self) -> None:
         """In a run that goes on, when nothing is under way: nobody meets them any more."""
-        self._ports = {number: port for number, port in self._ports.items() if not port.is_gone}
+        self._ports = {number: port for number, port in self._ports.items() if not port.may_be_recalled}
         self._arrivals.clear()
 
     # --- reads --------------------------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ class FakeNixlWorld:
         if stalled_until > trio.current_time():
             self.agenda.at(stalled_until, lambda: self._move_on(read))
             return
-        if target.is_gone:
+        if target.may_be_recalled:
             return  # `_lose` ends it when the death is noticed.
         if not self._copy(read, len(read.pieces) // 2 if is_half else len(read.pieces)):
             self._break(read.connection)
@@ -277,7 +277,7 @@ class FakeNixlWorld:
     def _go_astray(self, read: FlyingRead) -> None:
         """One request of a READ is said to have failed, and the others go on."""
         read.is_stray = True
-        if not read.copied and self._hindrance(read) is None and not read.connection.target.is_gone:
+        if not read.copied and self._hindrance(read) is None and not read.connection.target.may_be_recalled:
             self._copy(read, len(read.pieces) // 2)
         names = read.initiator.agent_name, read.connection.target.agent_name
         read.stray_interval_seconds = self.rules.stray_seconds(*names) / (len(read.pieces) - read.copied)
@@ -295,7 +295,11 @@ class FakeNixlWorld:
         held_up_by = self._hindrance(read)
         if held_up_by is not None:
             held_up_by.waiting.append(read)
-        elif read.connection.target.is_gone or not self._copy(read, read.copied + 1) or read.copied == len(read.pieces):
+        elif (
+            read.connection.target.may_be_recalled
+            or not self._copy(read, read.copied + 1)
+            or read.copied == len(read.pieces)
+        ):
             self._forget(read)
         else:
             self._stray_on_later(read)
@@ -323,7 +327,7 @@ class FakeNixlWorld:
 
     def _hindrance(self, read: FlyingRead) -> FakeNixlPort | None:
         for port in (read.initiator, read.connection.target):
-            if port.is_paused and not port.is_gone:
+            if port.is_paused and not port.may_be_recalled:
                 return port
         return None
 
@@ -364,9 +368,9 @@ class FakeNixlWorld:
         """A part of a READ that its initiator copies itself, within a call of NIXL."""
         if read.has_ended or read.is_stray:
             return
-        if read.initiator.is_gone:
+        if read.initiator.may_be_recalled:
             self._forget(read)
-        elif read.connection.target.is_gone or not self._copy(read, until) or (read.fails and read.copied):
+        elif read.connection.target.may_be_recalled or not self._copy(read, until) or (read.fails and read.copied):
             self._break(read.connection)
             self._end_inline(read, DISCONNECTED)
         elif read.errs_early and 0 < read.copied < len(read.pieces):
@@ -464,7 +468,7 @@ class FakeNixlPort:
     # --- what only a simulation can do ------------------------------------------------------------------------------
 
     @property
-    def is_gone(self) -> bool:
+    def may_be_recalled(self) -> bool:
         """Nobody can read from it any more."""
         return self.is_dead or self._is_closed
 
@@ -519,7 +523,7 @@ class FakeNixlPort:
 
     def agents_of_the_dead(self) -> list[AgentName]:
         """Agents that are loaded, and whose process is gone."""
-        return [name for name, connection in self._agents.items() if connection.target.is_gone]
+        return [name for name, connection in self._agents.items() if connection.target.may_be_recalled]
 
     # --- the port ---------------------------------------------------------------------------------------------------
 
@@ -553,7 +557,7 @@ class FakeNixlPort:
             connection = _Connection(self, target, metadata)
             self._agents[said.name] = connection
             self._connections.append(connection)
-            if target.is_gone:
+            if target.may_be_recalled:
                 self._world.announce_death(target)
         return said.name
 
@@ -787,7 +791,7 @@ class FakeNixlPort:
 
     def take_in(self, sender: AgentName, message: bytes) -> None:
         """A notification has arrived; it is seen when somebody looks."""
-        if not self.is_gone:
+        if not self.may_be_recalled:
             self._arrived.append(NotificationReceived(sender, message))
             self._look_later(self._look_seconds)
 
@@ -798,7 +802,7 @@ class FakeNixlPort:
 
     def _look(self) -> None:
         self._is_looking = False
-        if not self.is_paused and not self.is_gone:
+        if not self.is_paused and not self.may_be_recalled:
             self._events.extend(self._arrived)
             self._arrived.clear()
             self._announce()

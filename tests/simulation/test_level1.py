@@ -351,7 +351,6 @@ LATE = fault(Kind.READ_LATE, "d0>p0", 0.2, 4.0, 0.3)
 ERRS_EARLY = fault(Kind.READ_ERRS_EARLY, "d0>p0", 0.2, 4.0, 0.3)
 SLOW = fault(Kind.READ_SLOW, "d0>p0", 0.2, 4.0)
 ABORTS = fault(Kind.ABORT, "d0", 0.2, 4.0)
-DUPLICATES = fault(Kind.NOTIFICATION_DUPLICATE, "d0>p0", 0.0, 4.0)
 HANGING_RESTART = [
     fault(Kind.READ_STALL, "d0>p0", 0.4, 0.62),
     fault(Kind.CRASH_SAME_ID, "p0", 1.0, 0.03),

@@ -27,6 +27,7 @@ from statemachine.lease import (
     State,
     Superseded,
     Withdrawn,
+    holders_in_words,
 )
 
 NEW = Lease(name=LeaseName("cmpl-1", 1))
@@ -119,6 +120,7 @@ def test_another_process_may_release_what_nobody_was_promised() -> None:
 def test_what_a_process_that_has_ended_was_promised_ends_with_the_lease() -> None:
     lease, effects = run(HELD, hold(process="a"), hold(process="b"), release(process="b"), DeadlinePassed(now_ns=100))
     assert (lease.state, effects) == (State.EXPIRED, [EXPIRED])
+    assert holders_in_words(lease) == "held by d (1 of 1 ranks are done, and not 1 other process(es) of that id)"
 
 
 def test_ranks_that_disagree_about_their_number_are_resolved_to_the_largest() -> None:

@@ -16,7 +16,7 @@ import trio
 
 from connector.clock import BootClock, to_ns
 from connector.ports.gate import ANYBODY, Access, network_of
-from connector.ports.side_channel import NotAllowed
+from connector.ports.side_channel import AccessRefused
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.runtime import draining
 from connector.runtime import listener as runtime_listener
@@ -156,7 +156,7 @@ def test_strangers_are_counted_by_why_they_were_turned_away(port: int) -> None:
     def totals_after(access: Access, frame: bytes) -> Mapping[str, int]:
         listener = make_listener_thread(HOST, port, {(0, 0): one_rank()}, access=access)
         listener.start()
-        with contextlib.suppress(NotAllowed):
+        with contextlib.suppress(AccessRefused):
             ask(port, frame, seconds=5.0)
         listener.stop()
         return listener.totals

@@ -395,7 +395,7 @@ class RequestUnderLawfulCore(RuleBasedStateMachine):
         self.retries = retries
         self.now_ns = 0
         self.proven_ns = -1
-        self.is_gone = False
+        self.may_be_recalled = False
         self.posted: set[int] = set()
         self.erring: set[int] = set()
         self.completions_ns: list[int] = []
@@ -439,7 +439,7 @@ class RequestUnderLawfulCore(RuleBasedStateMachine):
                 self.reports.append(effect)
             case AwaitPeer():
                 assert not self.open_reads
-                assert not self.is_gone
+                assert not self.may_be_recalled
                 self.retries -= 1
                 assert self.retries >= 0
                 self.quiesce_timer = self.has_read = False
@@ -498,7 +498,7 @@ class RequestUnderLawfulCore(RuleBasedStateMachine):
     def peer_is_lost(self) -> None:
         self.feed(PeerLost(failure=LOST))
 
-    @precondition(lambda self: not self.is_gone)
+    @precondition(lambda self: not self.may_be_recalled)
     @rule(left_ns=st.integers(-100, 500))
     def lease_is_proven(self, left_ns: int) -> None:
         self.proven_ns = max(self.proven_ns, self.now_ns + left_ns)
@@ -506,7 +506,7 @@ class RequestUnderLawfulCore(RuleBasedStateMachine):
 
     @rule()
     def lease_is_gone(self) -> None:
-        self.is_gone = self.gave_up = True
+        self.may_be_recalled = self.gave_up = True
         self.feed(GONE)
 
     @rule(event=st.sampled_from([DEADLINE, Aborted(), SHELL_FAILED]))

@@ -53,7 +53,7 @@ class State:
 
     is_unused: bool = True
     is_connected: bool = False
-    is_gone: bool = False
+    may_be_recalled: bool = False
 
 
 class Driver:
@@ -246,16 +246,20 @@ def test_who_was_retired_and_would_not_end_is_recalled_and_needs_room() -> None:
     drive = Driver(members_max=1)
     drive.ask(A)
     assert retired(drive.ask(B)) == ["a"]
-    drive.members[A].is_gone = True
+    drive.members[A].may_be_recalled = True
     drive.members[B].is_unused = False
     (refused,) = drive.ask(A, place="elsewhere:1")
     assert isinstance(refused, Refuse)
     drive.members[B].is_unused = True
-    assert drive.ask(A, place="elsewhere:1") == [Retire(key=B), Recall(key=A), HandOver(key=A, message="r")]
+    assert drive.ask(A, place="elsewhere:1") == [
+        Retire(key=B),
+        Recall(key=A, message="r"),
+        HandOver(key=A, message="r"),
+    ]
     view = drive.roster.view(A)
     assert view is not None
     assert (view.place, view.is_retired) == ("elsewhere:1", False)
-    drive.members[A].is_gone = False
+    drive.members[A].may_be_recalled = False
     assert drive.ask(A) == [HandOver(key=A, message="r")]
 
 
@@ -596,10 +600,10 @@ class Orders(RuleBasedStateMachine):
 
     def is_known(self, key: PeerKey) -> bool:
         """Whether there is a member that takes it in."""
-        return key in self.drive.members and not (key in self.leaving and self.drive.members[key].is_gone)
+        return key in self.drive.members and not (key in self.leaving and self.drive.members[key].may_be_recalled)
 
     def begins(self, key: PeerKey) -> Effect:
-        return Recall(key=key) if key in self.drive.members else Admit(key=key, message="r")
+        return Recall(key=key, message="r") if key in self.drive.members else Admit(key=key, message="r")
 
     @rule(key=KEYS, place=PLACES)
     def ask(self, key: PeerKey, place: str) -> None:
@@ -625,11 +629,11 @@ class Orders(RuleBasedStateMachine):
         self.leaving.discard(key)
         self.place[key], self.asked_ns[key] = place, self.now_ns
 
-    @rule(data=st.data(), is_unused=st.booleans(), is_connected=st.booleans(), is_gone=st.booleans())
-    def change(self, data: st.DataObject, is_unused: bool, is_connected: bool, is_gone: bool) -> None:
+    @rule(data=st.data(), is_unused=st.booleans(), is_connected=st.booleans(), may_be_recalled=st.booleans())
+    def change(self, data: st.DataObject, is_unused: bool, is_connected: bool, may_be_recalled: bool) -> None:
         if self.drive.members:
             which = data.draw(st.sampled_from(sorted(self.drive.members)))
-            self.drive.members[which] = State(is_unused, is_connected, is_gone and which in self.leaving)
+            self.drive.members[which] = State(is_unused, is_connected, may_be_recalled and which in self.leaving)
 
     @rule(key=KEYS, place=PLACES)
     def connect(self, key: PeerKey, place: str) -> None:

@@ -488,7 +488,9 @@ def _tables(found: Survey) -> list[Any]:
                 _age(row.limit_seconds) if row.limit_seconds is not None else None,
                 row.blocks,
                 ", ".join(
-                    f"{each.engine_id or 'built-in'} ({each.released_count}/{each.ranks})" for each in row.holders
+                    f"{each.engine_id or 'built-in'} ({each.released_count}/{each.ranks}"
+                    + (f", {each.others} other(s))" if each.others else ")")
+                    for each in row.holders
                 ),
             )
             for on, row in of(LeaseRow)

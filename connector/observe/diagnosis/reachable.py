@@ -26,6 +26,10 @@ _NAMED: dict[str, str] = {
         "start that engine again if it has ended; else give the address of its side channel: "
         "VLLM_NIXL_SIDE_CHANNEL_HOST, and _PORT plus the number of its data-parallel engine"
     ),
+    "HandshakeMalformed": (
+        "check that the port is that of a side channel and not of another server, and the versions; does the log of "
+        "that engine say that it has shut this address out?"
+    ),
     "HandshakeTimeout": "see whether that engine runs or hangs, and whether its address can be reached from here",
 }
 """What to do about an engine that was named to the tool, where that is not what a decode engine would say: it may be
@@ -87,14 +91,14 @@ def _has_left(engine: EngineReport, found: Survey) -> Finding | None:
     if engine.problem_kind != ConnectionRefused.__name__ or not engine.named_by:
         return None
     rows = [row for _, row in found.of(PeerRow) if row.address == str(engine.address)]
-    if not rows or any(not _left_in_peace(row) for row in rows):
+    if not rows or any(not left_in_peace(row) for row in rows):
         return None
     names = ", ".join(sorted({row.engine_id for row in rows}))
     what = f"{names} at {engine.address} (named by {', '.join(engine.named_by)}) has ended, as it had said"
     return Finding(level="note", check="answers", engines=(str(engine.address),), what=what)
 
 
-def _left_in_peace(row: PeerRow) -> bool:
+def left_in_peace(row: PeerRow) -> bool:
     """It has ended, as it had said, and nothing is wanted of it."""
     return row.failure == PeerLeaving.__name__ and row.state == peer.State.IDLE.value
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from connector.observe.advice import NO_PARAMETERS, WHAT_TO_DO, told
 from connector.observe.diagnosis.finding import Finding, about, facts_of
-from connector.observe.diagnosis.reachable import _left_in_peace
+from connector.observe.diagnosis.reachable import left_in_peace
 from connector.observe.durations import duration
 from connector.observe.history import LeaseKey, LeasesGiven
 from connector.observe.live import EngineReport, RankReport, Survey
@@ -47,7 +47,7 @@ def peers(engines: Sequence[EngineReport]) -> Iterator[Finding]:
         met: dict[tuple[str, str, str], dict[tuple[int, int], PeerRow]] = {}
         for rank in engine.ranks:
             for row in rank.of(PeerRow):
-                if not (row.failure is None or row.state == "ready" or row.is_retiring or _left_in_peace(row)):
+                if not (row.failure is None or row.state == "ready" or row.is_retiring or left_in_peace(row)):
                     met.setdefault((row.engine_id, row.state, row.failure), {})[rank.rank] = row
         for (engine_id, state, failure), rows in met.items():
             # Who is not allowed is not by the next attempt either, unless somebody changes keys or addresses.

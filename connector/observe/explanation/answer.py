@@ -15,6 +15,7 @@ from connector.observe.history import (
 )
 from connector.wire.inspection import (
     EngineFacts,
+    HolderRow,
     PeerRow,
 )
 from statemachine.lease import LENT_BACK
@@ -25,10 +26,7 @@ if TYPE_CHECKING:
 HAPPENED_MAX = 40
 """Lines of what happened; of more the middle is left out."""
 
-
 QUEUED_SECONDS_MIN = 0.001
-
-
 QUEUED_SHARE_MIN = 0.01
 """A shorter wait in vLLM's queue, or one that is less of the whole time, is not worth a word."""
 
@@ -147,10 +145,7 @@ def facts_of_leases(case: Case) -> list[str]:
     for said in case.leases:
         row = said.row
         left = f", {how_long(row.deadline_seconds)} until it expires" if row.deadline_seconds is not None else ""
-        readers = ", ".join(
-            f"{each.engine_id or 'built-in engines'} ({each.released_count} of {each.ranks} ranks done)"
-            for each in row.holders
-        )
+        readers = ", ".join(map(_reader, row.holders))
         facts.append(
             f"on P ({said.engine_id}, rank {said.rank}) its lease is {row.state}{left}; held by {readers or 'nobody'}"
         )
@@ -174,6 +169,12 @@ def fact_of_read_back(case: Case) -> str:
     if recorded.reason == LENT_BACK:
         return f"{kept}, and nobody has read them: the conversation did not go on"
     return f"{kept}, until that lease was {recorded.state}" + (f": {recorded.detail}" if recorded.detail else "")
+
+
+def _reader(holder: HolderRow) -> str:
+    others = f", and not {holder.others} other process(es) of that id: did it start again, or have two one id?"
+    done = f"{holder.released_count} of {holder.ranks} ranks done"
+    return f"{holder.engine_id or 'built-in engines'} ({done}{others if holder.others else ''})"
 
 
 def facts_of_silent(live: Live) -> list[str]:

@@ -158,13 +158,13 @@ def _differing_factors(kind: str | None, ended: History, live: Live) -> list[str
 def explain_recorded(case: Case, open_one: History, live: Live) -> Explanation:
     """It has not ended as far as records go, and no engine knows it: they were written by processes that are gone."""
     waiting, follows = WAITING.get(open_one.state, (f"it is {open_one.state}", ""))
-    is_gone = live.facts(open_one.engine_id) is not None
+    may_be_recalled = live.facts(open_one.engine_id) is not None
     peer_failures = [each for history in case.peers for each in history.records if each.reason]
     last = f" (P: {peer_failures[-1].reason})" if peer_failures and open_one.state == "pending_handshake" else ""
     cause = f"Not ended when the records do: {waiting}{last}"
     return Explanation(
         request=open_one.subject,
-        cause=cause if not is_gone else f"It ended a moment ago; before that {waiting}",
+        cause=cause if not may_be_recalled else f"It ended a moment ago; before that {waiting}",
         outcome="waiting",
         state=open_one.state,
         side="D",

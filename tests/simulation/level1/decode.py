@@ -673,8 +673,8 @@ class DecodeRank:
                     self.readers[key] = Reader(self, pull.prompt.engine, key)
                 case roster.Retire(key=key):
                     self._heap.after(0, self.readers[key].deliver, core.Retire())
-                case roster.Recall(key=key):
-                    self.readers[key].deliver(core.Recall())
+                case roster.Recall(key=key, message=pull):
+                    self.readers[key].deliver(core.Recall(address=pull.prompt.engine.name))
                 case roster.Refuse(message=pull, ended=ended):
                     self.life.hear_report(pull, self.number, ended.failure, is_quarantined=False)
         return found

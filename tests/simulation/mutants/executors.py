@@ -40,13 +40,10 @@ ABORTS_OF_A_CROWD = (
 )
 """So many requests start at once that their READs wait for their turn, and some are aborted meanwhile."""
 ACTOR_CRASHES = (fault(Kind.ACTOR_CRASH, "d0", 0.0, 4.0),)
-KEEPER_CRASHES = (fault(Kind.KEEPER_CRASH, "p0", 0.0, 4.0),)
 REPLACEMENTS = tuple(fault(Kind.CRASH_NEW_ID, "p0", at, 0.05) for at in (1.0, 1.5, 2.0, 2.5, 3.0))
-RESTARTS = tuple(fault(Kind.CRASH_SAME_ID, "p0", at, 0.05) for at in (1.0, 1.5, 2.0, 2.5, 3.0))
 GARBAGE = (fault(Kind.GARBAGE, "p0", 0.5, 1.0),)
 BAD_PARAMS = (fault(Kind.BAD_PARAMS, "d0", 0.0, 4.0),)
 WRONG_SIZES = tuple(fault(Kind.WRONG_SIZES, f"d{number}", 0.0, 4.0, 0.5) for number in range(3))
-CONTROL_CRASHES = (fault(Kind.CONTROL_CRASH, "p0", 0.0, 4.0),)
 WORKER_STOPS = (fault(Kind.WORKER_STOPS, "p0", 1.0, 0.1),)
 REFUSED = (fault(Kind.PREPARE_REFUSED, "d0>p0", 0.0, 1.0),)
 RESETS = (fault(Kind.LINK_RESET, "d0>p0", 0.5, 4.0),)
@@ -210,7 +207,9 @@ ACTORS = (
         broken="an actor that crashes over the end of a READ never tells its core of it",
         changes=(
             Edit(
-                PeerActor.recover, "isinstance(event, core.ReadEnded | core.Retire)", "isinstance(event, core.Retire)"
+                PeerActor.recover,
+                "isinstance(event, core.ReadEnded | core.Retire | core.Recall)",
+                "isinstance(event, core.Retire)",
             ),
         ),
         place=ByTest("tests/actors/test_peers.py::test_actor_that_crashes_on_the_end_of_a_read_quarantines_nothing"),

@@ -30,7 +30,9 @@ MUTANTS = (
     Mutant(
         name="who would not end is not recalled",
         broken="an engine that was retired while its READs hang is refused for as long as they do",
-        changes=(Edit(Roster._ask, "entry is not None and entry.is_retired and self._member(key).is_gone", "False"),),
+        changes=(
+            Edit(Roster._ask, "entry is not None and entry.is_retired and self._member(key).may_be_recalled", "False"),
+        ),
         place=ByTest(
             "tests/actors/test_quiescence.py::"
             "test_a_peer_that_comes_back_elsewhere_is_read_from_while_a_read_from_before_hangs"
