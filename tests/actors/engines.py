@@ -115,6 +115,10 @@ class WarpedClock:
         """This clock has gone on for so long while the others stood still."""
         self._leapt_ns += to_ns(seconds)
 
+    def go_on(self, seconds: float) -> None:
+        """So many seconds pass in no time, and this clock counts them at its rate."""
+        self.leap(seconds * self._rate)
+
 
 class Outcomes(list[Outcome]):
     """What the engine thread was told. `breaks_on` is an outcome kind on which telling it raises, once."""
