@@ -205,10 +205,9 @@ class Room:
 
 
 def small_options(directory: Path, name: str, core: int, **others: Any) -> EngineOptions:
-    """Of an engine with the small Llama and a short context."""
-    return EngineOptions(
-        name=name, model=tiny_llama(), logs=directory / "logs", core=core, context_tokens=CONTEXT_TOKENS, **others
-    )
+    """Of an engine with the small Llama, unless it is said which model, and a short context."""
+    others = {"model": tiny_llama(), "context_tokens": CONTEXT_TOKENS} | others
+    return EngineOptions(name=name, logs=directory / "logs", core=core, **others)
 
 
 def _blocks(count: int) -> tuple[str, str]:

@@ -19,6 +19,7 @@ import httpx
 from tests.e2e.client import CALL_TIMEOUT_SECONDS, Client, PrefillDecode
 from tests.e2e.cluster import BUILTIN_CONFIG, HANDSHAKE_TIMEOUT_SECONDS, Traces, prompt, small_options, wait_for
 from tests.e2e.engines import LOOPBACK, OVER_TCP, Engine, EngineSet
+from tests.e2e.tiny_model import tiny_deepseek
 from tests.plain_paths import LEASE_PATHS_PLAIN, REQUEST_PATHS_PLAIN
 
 RUNNING_MAX = 4
@@ -56,11 +57,17 @@ class UnequalPair:
     builtin_ranks: int
     our_lease_seconds = builtin_lease_seconds = 30
 
+    @staticmethod
+    def of_the_model() -> dict[str, Any]:
+        """Options of both engines."""
+        return {}
+
     def __init__(self, directory: Path) -> None:
         self.traces = Traces(directory / "traces")
         common: dict[str, Any] = {
             "environment": {"UCX_TLS": OVER_TCP},
             "arguments": ("--max-num-seqs", str(RUNNING_MAX)),
+            **self.of_the_model(),
         }
         our_config = {
             "kv_lease_duration": self.our_lease_seconds,
@@ -100,6 +107,14 @@ class OursWithTwoRanks(UnequalPair):
 
 class BuiltinWithTwoRanks(UnequalPair):
     our_ranks, builtin_ranks = 1, 2
+
+
+class BuiltinWithReplicas(BuiltinWithTwoRanks):
+    """Both ranks of a model with latent attention have the same KV."""
+
+    @staticmethod
+    def of_the_model() -> dict[str, Any]:
+        return {"model": tiny_deepseek(), "attention_backend": "CPU_MLA", "prefix_caching": False}
 
 
 class ShortLeases(OursWithTwoRanks):

@@ -16,6 +16,7 @@ from tests.e2e.engines import BLOCK_SIZE_TOKENS, Engine
 from tests.e2e.mixed_pairs import (
     RECOMPUTED_TOKENS,
     RUNNING_MAX,
+    BuiltinWithReplicas,
     BuiltinWithTwoRanks,
     Mixed,
     OursWithTwoRanks,
@@ -23,6 +24,7 @@ from tests.e2e.mixed_pairs import (
     both_ways,
     occupied,
 )
+from tests.e2e.tiny_model import LATENT_BLOCK_TOKENS, LATENT_BYTES_PER_TOKEN
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(420)]
 
@@ -160,3 +162,22 @@ def test_neither_log_says_that_anything_is_wrong(mixed: Mixed) -> None:
     for way in mixed.ways:
         way.assert_blocks_are_free()
     mixed.assert_logs_are_clean()
+
+
+def test_a_rank_whose_replica_nobody_reads_gives_its_blocks_back_too(room: Room) -> None:
+    """D reads the KV of one rank, and tells both that it is done. A built-in engine frees what all its ranks have been
+    told of, and counts what is only freed at the end of its lease. Scenario 53."""
+    with both_ways(room.occupy(BuiltinWithReplicas)) as mixed:
+        way, before = mixed.to_ours, mixed.troubles()
+        read_before = way.service.decode_client.metric(BYTES_READ)
+        prompts = {way.key(f"replica-{n}"): prompt(40 + 110 * n, way.key(n)) for n in range(RUNNING_MAX)}
+        answers = way.service.pd_concurrently(prompts)
+        for key, text in prompts.items():
+            assert answers[key].ok, answers[key].error
+            assert answers[key].token_ids == way.service.alone(text).token_ids
+            way.assert_read(key)
+        way.assert_blocks_are_free()
+        assert mixed.troubles() == before
+        tokens = sum(-(-len(text) // LATENT_BLOCK_TOKENS) * LATENT_BLOCK_TOKENS for text in prompts.values())
+        read = way.service.decode_client.metric(BYTES_READ) - read_before
+        assert read == tokens * LATENT_BYTES_PER_TOKEN, "both replicas were read, or less than one"

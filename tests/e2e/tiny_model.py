@@ -39,6 +39,13 @@ HEAD_DIMENSION = HIDDEN_SIZE // ATTENTION_HEADS
 KV_BYTES_PER_TOKEN = 2 * LAYERS * KV_HEADS * HEAD_DIMENSION * 4
 """Keys and values of all layers of the Llama, float32."""
 
+LATENT_LAYERS = 2
+LATENT_RANK, LATENT_ROPE_DIMENSION = 512, 64
+LATENT_BYTES_PER_TOKEN = LATENT_LAYERS * (LATENT_RANK + LATENT_ROPE_DIMENSION) * 4
+"""Of one replica of what the DeepSeek caches, float32."""
+LATENT_BLOCK_TOKENS = 16
+"""Of vLLM's kernels for CPUs, whatever is asked for."""
+
 SLIDING_WINDOW_TOKENS = 64
 """Of the Gemma."""
 
@@ -96,13 +103,12 @@ def _gemma() -> PretrainedConfig:
 def _deepseek() -> PretrainedConfig:
     from transformers import DeepseekV2Config
 
-    layers = 2
     return DeepseekV2Config(
-        num_hidden_layers=layers,
-        first_k_dense_replace=layers,
+        num_hidden_layers=LATENT_LAYERS,
+        first_k_dense_replace=LATENT_LAYERS,
         intermediate_size=2 * HIDDEN_SIZE,
-        kv_lora_rank=512,
-        qk_rope_head_dim=64,
+        kv_lora_rank=LATENT_RANK,
+        qk_rope_head_dim=LATENT_ROPE_DIMENSION,
         qk_nope_head_dim=128,
         v_head_dim=128,
         q_lora_rank=None,
