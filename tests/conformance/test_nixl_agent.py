@@ -16,7 +16,7 @@ import time
 import uuid
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -593,6 +593,34 @@ class TestRealNixlPort(NixlPortSuite):
             assert end.transport_lost
 
         self.run(scenario)
+
+    @pytest.mark.parametrize(
+        ("backends", "num_threads", "mode"),
+        [
+            (("POSIX",), 2, "NIXL_THREAD_SYNC_RW"),
+            (("POSIX",), 0, "NIXL_THREAD_SYNC_NONE"),
+            (("UCX",), 2, "NIXL_THREAD_SYNC_NONE"),
+        ],
+        ids=["threads of another back end", "no threads", "threads of UCX"],
+    )
+    def test_an_agent_that_threads_of_its_back_end_use_too_is_guarded(
+        self, backends: tuple[str, ...], num_threads: int, mode: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Scenario 79, for back ends whose threads are used: two threads in an agent that guards nothing are the end of
+        the process. POSIX is the only other one that can be made on any machine: it moves nothing between engines, so
+        that it is refused once there is an agent."""
+        binding, modes = nixl_thread._import_nixl("nixl").nixlBind, []
+        make = binding.nixlAgent
+
+        def noted(name: str, config: Any) -> object:
+            modes.append(config.syncMode.name)
+            return make(name, config)
+
+        monkeypatch.setattr(binding, "nixlAgent", noted)
+        memory, _ = new_memory()
+        with suppress(NixlCallFailed):
+            RealNixlPort.open("guarded", whole(memory), backends=backends, num_threads=num_threads).close_blocking(30)
+        assert modes == [mode]
 
     def test_a_pinned_thread_does_not_pin_the_agent(self) -> None:
         if len(os.sched_getaffinity(os.getppid())) == 1:
