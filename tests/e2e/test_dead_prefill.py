@@ -250,7 +250,7 @@ def test_restarted_with_the_same_engine_id(unmended: OnePrefillTwoDecode) -> Non
 def test_killed_while_eight_requests_run(cluster: OnePrefillTwoDecode) -> None:
     """Four on each D. Of each four, two are on their way when P dies: over TCP they hang in the middle of the READ,
     because P has been stopped before, otherwise they may be through. The other two come after, and end at once.
-    Scenarios 45 and 49."""
+    Scenario 45."""
     played_again_if_disturbed(kill_while_eight_requests_run, cluster)
 
 

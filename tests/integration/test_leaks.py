@@ -4,7 +4,7 @@ engine after prefill engines have come and gone."""
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from tests.rig import (
     free_port,
     prompt,
 )
+from tests.rig.process import kinds_of_files, shared_mappings
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -293,3 +294,38 @@ def test_prefill_engines_that_come_and_go_leave_nothing_behind(lives: Lives) -> 
     assert after.native_threads <= before.native_threads + _THREADS_GROWTH_MAX
     assert after.open_files <= before.open_files + _DESCRIPTORS_GROWTH_MAX
     assert min(grown_bytes) <= _LIVES * _GROWTH_OF_A_LIFE_BYTES_MAX, f"in rounds of {_LIVES} lives: {grown_bytes}"
+
+
+def held_for_others(engine: EngineRig) -> tuple[Counter[str], Counter[str]]:
+    """Descriptors by what they are, and memory that is mapped by other processes, too, or may be."""
+    return kinds_of_files(engine.process_id), shared_mappings(engine.process_id)
+
+
+def test_of_a_prefill_engine_that_was_killed_a_decode_engine_holds_nothing(tmp_path: Path) -> None:
+    """Scenario 49, over shared memory, which a D that has mapped it keeps from being freed. D maps none of P's, and
+    what it has opened for P it closes when P is gone, whether or not it has a handshake with anybody afterwards."""
+    options = EngineOptions(
+        OURS, "kv_consumer", free_port(), extra_config=OPTIONS, layers=4, blocks=_LIFE_BLOCKS, max_batched_tokens=512
+    )
+    with EngineRig(options, tmp_path) as decode:
+        decode.wait_ready()
+        before = held_for_others(decode)
+        for life in range(2):
+            name, tokens = f"killed-{life}", prompt(f"killed-{life}", 150)
+            its_options = replace(options, kv_role="kv_producer", engine_id=name, side_channel_port=free_port())
+            with EngineRig(its_options, tmp_path) as prefill:
+                prefill.wait_ready()
+                own = shared_mappings(prefill.process_id) - before[1]
+                assert own, "it has none, so nothing is shown"
+                check_loaded(decode.decode(name, tokens, prefill.prefill(name, tokens), 2), tokens, 2)
+                files, mappings = held_for_others(decode)
+                assert files - before[0], "nothing is open for P, so nothing is shown"
+                assert not mappings & own
+                prefill.kill()
+            deadline = time.monotonic() + 60
+            while any(more := [now - then for now, then in zip(held_for_others(decode), before, strict=True)]):
+                assert time.monotonic() < deadline, more
+                time.sleep(0.1)
+            inside = decode.inspect().holdings
+            assert inside is not None
+            assert (inside.remote_agents, inside.descriptor_lists) == (0, 1)

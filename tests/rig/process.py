@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
 from pathlib import Path
 
 
@@ -23,12 +24,24 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def open_files() -> dict[int, str]:
+def open_files(process_id: int | str = "self") -> dict[int, str]:
     """What each open descriptor refers to; sockets and pipes carry a number that is theirs alone."""
     targets: dict[int, str] = {}
-    for entry in Path("/proc/self/fd").iterdir():
+    for entry in Path(f"/proc/{process_id}/fd").iterdir():
         try:
             targets[int(entry.name)] = os.readlink(entry)
-        except OSError:  # the descriptor of the directory itself is gone by now
+        except OSError:  # the descriptor of the directory itself, or another one, is gone by now
             continue
     return targets
+
+
+def kinds_of_files(process_id: int | str = "self") -> Counter[str]:
+    """The same without those numbers."""
+    return Counter(target.partition(":[")[0] for target in open_files(process_id).values())
+
+
+def shared_mappings(process_id: int | str = "self") -> Counter[str]:
+    """Memory that other processes may have mapped, too: device and inode of each."""
+    lines = Path(f"/proc/{process_id}/maps").read_text().splitlines()
+    mappings = (line.split() for line in lines)
+    return Counter(f"{device}/{inode}" for _, rights, _, device, inode, *_ in mappings if rights.endswith("s"))
