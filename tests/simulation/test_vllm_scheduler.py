@@ -40,15 +40,21 @@ from tests.simulation.faults import (
     draw_plan,
     draw_shape,
 )
-from tests.simulation.vllm.cluster import WITH_STATES, WITH_STATES_AND_OVERLAP, WITH_WINDOWS, simulate
+from tests.simulation.vllm.cluster import (
+    WITH_DRAFTS,
+    WITH_STATES,
+    WITH_STATES_AND_OVERLAP,
+    WITH_WINDOWS,
+    simulate,
+)
 
 pytestmark = pytest.mark.timeout(400)  # some play all plans by themselves, or in a process that imports vLLM
 
 REGRESSIONS = sorted((Path(__file__).parent / "vllm" / "regressions").glob("*.json"))
-SEEDS = (3, 13, 18, 24, 79, 82, 100, 107, 109, 192, 194)
-"""Models have windows in 3, whose steps overlap, and in 192. They have states in 79, 100 and 194, where both roles
-cache them, in 18 and 109 (D alone does), 82 (P alone), 107 and storm 153 (nobody). Steps overlap in 18, 79, 82, 107 and
-194."""
+SEEDS = (3, 13, 18, 20, 24, 37, 57, 79, 82, 100, 107, 109, 192, 194)
+"""Engines speculate in 20, which has windows, 37 and 57. Models have windows in 3, whose steps overlap, and in 192.
+They have states in 79, 100 and 194, where both roles cache them, in 18 and 109 (D alone does), 82 (P alone), 107 and
+storm 153 (nobody). Steps overlap in 18, 79, 82, 107 and 194."""
 STORMS = range(148, 156)
 NOTIFICATION_KINDS = (Kind.NOTIFICATION_LOSS, Kind.NOTIFICATION_DUPLICATE, Kind.NOTIFICATION_DELAY)
 STORMS_OVER_PREFILL = (*PREFILL_KINDS, Kind.WORKER_STOPS)
@@ -139,6 +145,26 @@ NOT_WHERE_STEPS_OVERLAP = {
     "read back",
 }
 """A state moves on with each step, so D lends none when steps overlap. And no READ hangs in these seeds."""
+EXPECTED_WITH_DRAFTS = (
+    "abort on D in PREEMPTED",
+    "abort on D in WAITING_FOR_REMOTE_KVS",
+    "abort on D in WAITING_FOR_REMOTE_KVS, loaded",
+    "drafts refused on D",
+    "drafts refused on P",
+    "drafts taken on D",
+    "drafts taken on P",
+    "full prefix hit on D",
+    "load failed, recomputed",
+    "load failed, request failed",
+    "loaded on D",
+    "loaded on P",
+    "partial prefix hit on D",
+    "preemption on D",
+    "preemption on P",
+    "prompt in chunks on P",
+    "read back",
+)
+"""The same where a draft model has slots beyond the tokens of requests."""
 EXPECTED_WITH_WINDOWS = (
     "abort on D in RUNNING",
     "abort on D in WAITING",
@@ -223,6 +249,7 @@ def test_everything_that_matters_happens_in_these_seeds() -> None:
         (WITH_STATES, EXPECTED_WITH_STATES),
         (WITH_STATES_AND_OVERLAP, sorted(set(EXPECTED_WITH_STATES) - NOT_WHERE_STEPS_OVERLAP)),
         (WITH_WINDOWS, EXPECTED_WITH_WINDOWS),
+        (WITH_DRAFTS, EXPECTED_WITH_DRAFTS),
     ):
         expected += [f"{what}, {circumstance}" for what in whats]
     assert [what for what in expected if not coverage[what]] == []

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
+from vllm.config import KVTransferConfig, SpeculativeConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed.parallel_state import (
     destroy_distributed_environment,
     destroy_model_parallel,
@@ -121,6 +121,19 @@ def scheduling_config(block_size: int, max_model_len: int) -> VllmConfig:
             max_model_len=max_model_len,
             enable_chunked_prefill=True,
         )
+
+
+def draft_model(config: VllmConfig, drafts: int) -> SpeculativeConfig:
+    """Speculative decoding as with a draft model that proposes so many tokens, without one."""
+    speculative = SpeculativeConfig(
+        method="ngram",
+        num_speculative_tokens=drafts,
+        prompt_lookup_max=1,
+        target_model_config=config.model_config,
+        target_parallel_config=config.parallel_config,
+    )
+    speculative.method = "draft_model"
+    return speculative
 
 
 @functools.cache

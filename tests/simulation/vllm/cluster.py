@@ -52,6 +52,7 @@ ABORTS_IN_PREFILL = ("WAITING", "RUNNING", "PREEMPTED", "PREEMPTED")
 ABORTS_IN_READ_BACK = ("WAITING_FOR_REMOTE_KVS", LOADED)
 READ_BACK_ABORT_SHARE = 0.15
 WITH_WINDOWS = "with windows"
+WITH_DRAFTS = "with drafts"
 WITH_STATES = "with states"
 WITH_STATES_AND_OVERLAP = "with states in overlapping steps"
 
@@ -110,6 +111,9 @@ class VllmCluster(Cluster):
 
     def _circumstances(self) -> list[str]:
         """Of this run, which make what happens another matter."""
+        return self._circumstances_of_the_model() + [WITH_DRAFTS] * (self._knobs.drafts > 0)
+
+    def _circumstances_of_the_model(self) -> list[str]:
         if self._shape.model.second is SecondGroup.WINDOW:
             return [WITH_WINDOWS]
         if not self._has_states:

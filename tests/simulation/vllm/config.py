@@ -31,12 +31,13 @@ from connector.wire.signatures import ParamsKey, ParamsKeys, format_keys
 from tests.simulation.faults import draw_shape, generator
 from tests.simulation.model import LAYERS, SECOND_LAYERS, STATE_WORDS, WINDOW_TOKENS
 from tests.simulation.shapes import BLOCK_TOKENS, EngineShape, Model, SecondGroup
-from tests.unit.vllm_setup import scheduling_config
+from tests.unit.vllm_setup import draft_model, scheduling_config
 
 CONNECTOR_MODULE = "tests.simulation.vllm.connector"
 MAX_MODEL_TOKENS = 256
 STATES_OF_A_REQUEST = 2
 """Blocks of the KV cache that there are for states, for each request that a step may have."""
+DRAFTS_MAX = 6
 KEPT_FOR_READ_BACK_SECONDS = 0.4
 """Short: pools are small, and what nobody reads back stands in everybody's way for so long."""
 
@@ -66,6 +67,8 @@ class Knobs:
             caching, that at the end of each block of tokens that a step ends with, each in a block of its own
             (`mamba_cache_mode` align); without, the last one of a request (none). vLLM has no other modes.
         has_priorities: vLLM's queues are served by priority, and requests have different ones.
+        drafts: tokens that a draft model proposes after each step (speculative decoding), for which vLLM keeps slots
+            beyond the tokens of a request, but not while it loads; 0: none. Not where steps overlap, nor with states.
     """
 
     recomputes: bool
@@ -84,6 +87,7 @@ class Knobs:
     prefill_caches_states: bool
     decode_caches_states: bool
     has_priorities: bool
+    drafts: int
 
 
 _scratch: list[tempfile.TemporaryDirectory[str]] = []
@@ -120,7 +124,15 @@ def draw_knobs(seed: int) -> Knobs:
         prefill_caches_states=of_states.random() < 0.5,
         decode_caches_states=of_states.random() < 0.5,
         has_priorities=seed % 16 == 14,
+        drafts=_draw_drafts(seed),
     )
+
+
+def _draw_drafts(seed: int) -> int:
+    """In one of four seeds of those that may have them."""
+    chance = generator(seed, "draft model")
+    may_draft = seed // 2 % 2 == 0 and draw_shape(seed).model.second is not SecondGroup.STATE
+    return chance.randint(1, DRAFTS_MAX) if chance.random() < 0.25 and may_draft else 0
 
 
 def engine_configuration(
@@ -143,6 +155,7 @@ def engine_configuration(
     config.scheduler_config.max_num_seqs = knobs.batch_requests
     config.scheduler_config.async_scheduling = knobs.overlaps
     config.scheduler_config.policy = "priority" if knobs.has_priorities else "fcfs"
+    config.speculative_config = draft_model(config, knobs.drafts) if knobs.drafts else None
     config.cache_config = copy.copy(config.cache_config)
     config.cache_config.num_gpu_blocks = blocks
     if has_states:

@@ -9,6 +9,7 @@ is known in advance.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence as Several
 
 import numpy as np
@@ -31,6 +32,8 @@ _HEADS_MAX = 2
 _PLACES = place_words(LAYERS + SECOND_LAYERS, _HEADS_MAX, 1)[:, :, 0].view(np.uint64)
 _STATE_PLACES = place_words(LAYERS + 2 * SECOND_LAYERS, STATE_UNITS, STATE_WORDS)[-SECOND_LAYERS:].view(np.uint64)
 """Constants of other places than those of slots."""
+
+_NOBODYS = np.uint64(0x5A5A5A5A5A5A5A5A)
 
 BlockTables = Several[Several[int]]
 """Ids of the blocks of a request from its first token on, by cache group. A window has placeholders in front, and so
@@ -65,6 +68,12 @@ class Sequence:
         token = self.answer[tokens - len(self.prompt)]
         return token if kv_is_right else (token + 1) % VOCABULARY_SIZE
 
+    def count_right(self, drafts: Several[int], tokens: int) -> int:
+        """How many of these follow the first `tokens` tokens."""
+        first = tokens - len(self.prompt)
+        pairs = zip(drafts, self.answer[first : first + len(drafts)], strict=False)
+        return sum(itertools.takewhile(bool, (draft == right for draft, right in pairs)))
+
     def mismatches(self, memory: RankMemory, tables: BlockTables, tokens: int) -> list[int]:
         """Blocks in which the KV of the first `tokens` tokens is not what it should be, as far as the next one sees."""
         wrong: set[int] = set()
@@ -89,6 +98,12 @@ class Sequence:
                 continue
             blocks, slots = _slots(memory, table, start, stop)
             memory.groups[group][:, blocks, :, slots] = self._expected(memory, group, start, stop)
+
+    def spoil(self, memory: RankMemory, tables: BlockTables, start: int, stop: int) -> None:
+        """Write what belongs to no token into the slots of tokens [start, stop), as far as there are blocks."""
+        for group, table in enumerate(tables):
+            blocks, slots = _slots(memory, table, start, max(start, min(stop, len(table) * memory.block_tokens)))
+            memory.groups[group][:, blocks, :, slots] = _NOBODYS
 
     def _parts(
         self, memory: RankMemory, group: int, table: Several[int], start: int, stop: int

@@ -31,7 +31,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -50,12 +50,14 @@ from connector.protocol import (
 )
 from connector.step_metadata import StepMetadata, WorkerReport
 from statemachine.lease import LeaseName
+from tests.rig.content import VOCABULARY_SIZE
 from tests.simulation.faults import Kind, engine_of
 from tests.simulation.oracles import Lent, Pull
 from tests.simulation.process import Process, Rank, Surroundings, Variant
 from tests.simulation.shapes import EngineShape
 from tests.simulation.vllm.config import MAX_MODEL_TOKENS, Knobs, engine_configuration
 from tests.simulation.vllm.connector import Birth, NixlConnector, being_born
+from tests.simulation.vllm.content import sequence
 from tests.simulation.vllm.oracles import ABORTED, ENGINE_DIED, Ask, Requests
 from tests.simulation.vllm.worker import SimulatedRunner
 from tests.unit.vllm_setup import block_hasher
@@ -110,6 +112,7 @@ class VllmEngine:
         self._knobs = knobs
         self._requests = requests
         self._lives = 0
+        self._drafter = random.Random(chance.random()) if knobs.drafts else None
         self.start(name)
 
     # --- lives ------------------------------------------------------------------------------------------------------
@@ -162,6 +165,7 @@ class VllmEngine:
                 rank=rank,
                 overseer=self,
                 collects_early=self._knobs.collects_early,
+                drafts=self._knobs.drafts,
                 run=functools.partial(self._run_later, rank),
             )
             for connector, rank in zip(self._connectors, process.ranks, strict=True)
@@ -305,11 +309,29 @@ class VllmEngine:
         for answer in answers[0].outputs if answers else ():
             self._check_waited_for(answer, output)
             self._take_answer(answer)
+        if self._drafter is not None and output.total_num_scheduled_tokens:
+            self._cover_drafts(output, result)
+            self._draft(self._drafter, list(output.num_scheduled_tokens))
         report = result.kv_connector_output.kv_connector_worker_meta if result.kv_connector_output else None
         if isinstance(report, WorkerReport) and report.stopped is not None:
             self._requests.cover(f"a worker stopped on {self.role}")
             self._has_stopped_lending = True
         self._check_blocks()
+
+    def _draft(self, drafter: random.Random, request_ids: list[str]) -> None:
+        """After a step: tokens that may follow, of which the first ones are right."""
+        drafted: dict[str, list[int]] = {}
+        for request_id in request_ids:
+            ask, request = self._open.get(request_id), self.scheduler.requests.get(request_id)
+            if ask is None or request is None:
+                continue
+            right = sequence(ask.sequence.prompt, ask.max_tokens + self._knobs.drafts).answer[
+                request.num_output_tokens :
+            ]
+            count = drafter.randint(0, self._knobs.drafts)
+            wrong = [(token + 1) % VOCABULARY_SIZE for token in right[count : self._knobs.drafts]]
+            drafted[request_id] = right[:count] + wrong
+        self.scheduler.update_draft_token_ids(DraftTokenIds(list(drafted), list(drafted.values())))
 
     async def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """The step on all ranks, which wait for each other, and what they report together."""
@@ -409,6 +431,12 @@ class VllmEngine:
             tokens = len(new.prompt_token_ids or ())
             cover(f"prompt in chunks on {self.role}", new.num_computed_tokens + scheduled[new.req_id] < tokens)
             cover(f"prompt below a block on {self.role}", tokens < self._shape.block_tokens)
+
+    def _cover_drafts(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        for request_id, drafts in output.scheduled_spec_decode_tokens.items():
+            taken = len(result.sampled_token_ids[result.req_id_to_index[request_id]]) - 1
+            self._requests.cover(f"drafts taken on {self.role}", taken)
+            self._requests.cover(f"drafts refused on {self.role}", len(drafts) - taken)
 
     # --- the connector ----------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ What vLLM wants zeroed before a forward pass is zeroed before it, in all cache g
 Where the device is late and no forward pass follows, it may be zeroed some time later.
 
 A forward pass looks at all KV before its tokens, writes theirs, takes time, and looks again. The token that follows
-comes out of that KV (`content`).
+comes out of that KV (`content`). Drafts that were wrong, and the drafter, write what is nobody's into the slots behind.
 """
 
 from __future__ import annotations
@@ -43,16 +43,19 @@ class Overseer(Protocol):
 class _Running:
     """What a worker remembers of a request."""
 
-    def __init__(self, new: NewRequestData) -> None:
+    def __init__(self, new: NewRequestData, drafts: int) -> None:
         assert new.prompt_token_ids is not None
         assert new.sampling_params is not None
         assert new.sampling_params.max_tokens is not None
-        self.sequence = sequence(tuple(new.prompt_token_ids), new.sampling_params.max_tokens)
+        self.sequence = sequence(tuple(new.prompt_token_ids), new.sampling_params.max_tokens + drafts)
+        """Drafts may go beyond the answer, and be right."""
         self.block_ids: list[list[int]] = [list(group) for group in new.block_ids]
         """By cache group."""
         self.computed = new.num_computed_tokens
         self.known = len(new.prompt_token_ids)
         """Tokens that there are; a step that goes as far as that gives another one."""
+        self.right_drafts = 0
+        """Of the step that is under way."""
 
 
 class SimulatedRunner:
@@ -65,9 +68,11 @@ class SimulatedRunner:
         rank: Rank,
         overseer: Overseer,
         collects_early: bool,
+        drafts: int,
         run: Run,
     ) -> None:
         self._connector = connector
+        self._drafts = drafts
         self._rank = rank
         self._memory = rank.memory
         self._overseer = overseer
@@ -93,12 +98,13 @@ class SimulatedRunner:
         reported: KVConnectorOutput | None = None
         if output.total_num_scheduled_tokens:
             for request_id, scheduled in output.num_scheduled_tokens.items():
-                self._begin(request_id, scheduled)
+                self._begin(request_id, scheduled, output.scheduled_spec_decode_tokens.get(request_id, []))
             if self._collects_early:
                 reported = self._serve_connector(output)
             await trio.sleep(seconds)
             for request_id, scheduled in output.num_scheduled_tokens.items():
-                sampled[request_id] = self._finish(request_id, scheduled)
+                drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
+                sampled[request_id] = self._finish(request_id, scheduled, drafts)
         if reported is None:
             reported = self._serve_connector(output)
         return ModelRunnerOutput(
@@ -140,7 +146,7 @@ class SimulatedRunner:
         for request_id in output.finished_req_ids:
             self._running.pop(request_id, None)
         for new in output.scheduled_new_reqs:
-            self._running[new.req_id] = _Running(new)
+            self._running[new.req_id] = _Running(new, self._drafts)
         cached = output.scheduled_cached_reqs
         for request_id, blocks, computed, outputs in zip(
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, cached.num_output_tokens, strict=True
@@ -154,20 +160,28 @@ class SimulatedRunner:
             running.computed = computed
             running.known = len(running.sequence.prompt) + outputs
 
-    def _begin(self, request_id: str, scheduled: int) -> None:
+    def _begin(self, request_id: str, scheduled: int, drafts: list[int]) -> None:
         running = self._running[request_id]
         self._is_right(request_id, running, running.computed, "before a step")
         stop = running.computed + scheduled
-        running.sequence.write(self._memory, running.block_ids, running.computed, stop)
+        running.right_drafts = running.sequence.count_right(drafts, stop - len(drafts))
+        right = stop - len(drafts) + running.right_drafts
+        running.sequence.write(self._memory, running.block_ids, running.computed, right)
+        # Drafts that are wrong, and those that are made after the step.
+        if self._drafts:
+            running.sequence.spoil(self._memory, running.block_ids, right, stop + self._drafts)
 
-    def _finish(self, request_id: str, scheduled: int) -> list[int]:
+    def _finish(self, request_id: str, scheduled: int, drafts: int) -> list[int]:
         """The tokens sampled: none in the middle of a prompt."""
         running = self._running[request_id]
-        stop = running.computed + scheduled
+        start, stop = (
+            running.computed + scheduled - drafts,
+            running.computed + scheduled - drafts + running.right_drafts,
+        )
         is_right = self._is_right(request_id, running, stop, "after a step")
-        if stop < running.known:
+        if start < running.known:
             return []
-        return [running.sequence.next_token(stop, kv_is_right=is_right)]
+        return [running.sequence.next_token(each, kv_is_right=is_right) for each in range(start, stop + 1)]
 
     def _is_right(self, request_id: str, running: _Running, tokens: int, when: str) -> bool:
         if not self._overseer.is_current(request_id, running.block_ids):
