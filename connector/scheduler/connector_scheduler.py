@@ -137,7 +137,7 @@ class ConnectorScheduler:
         self._figures = EngineFigures(clock)
         self._crashes = CrashCount()
         self._groups = CacheGroups(vllm_config, kv_cache_config)
-        self._kept = KeptBlocks()
+        self._kept = KeptBlocks(_step_slots(vllm_config))
         self._order = LoadOrder(self._kept, self._event_log)
         self._pulls = Pulls(vllm_config, self._groups, options, key_file, clock=clock, log_failure=self._log_failure)
         told = PeerAddress(
@@ -467,6 +467,13 @@ class ConnectorScheduler:
             self._event_log.given_back(_distinct(report.lifted))
         for block_ids in report.lifted:
             self._kept.lift(block_ids)
+
+
+def _step_slots(vllm_config: VllmConfig) -> int:
+    """That a request may take in a step that speculates: of a token, its drafts, and what the drafter writes ahead."""
+    drafts: int = vllm_config.num_speculative_tokens
+    ahead: int = vllm_config.num_lookahead_tokens
+    return 1 + drafts + ahead if drafts else 0
 
 
 def _distinct(reported: Sequence[Sequence[int]]) -> int:

@@ -6,7 +6,8 @@
 vLLM takes for granted that what a request misses comes back when others end. One that needs more blocks than are left
 beside these waits for none of the others, and everybody behind it would wait with it: such a request is passed over
 until they are back (`load_order`). How many it needs is what vLLM itself asks for before it admits a request: windows
-and states have bounds of their own, and what it finds in the prefix cache is there already.
+and states have bounds of their own, and what it finds in the prefix cache is there already. Where steps speculate, vLLM
+begins no load without room for one of them beside it, and computes no prompt without slots for drafts behind it.
 """
 
 from __future__ import annotations
@@ -26,11 +27,17 @@ class KeptBlocks:
     """See the module's docstring. Lives on the scheduler's thread. What is asked of each request that waits looks at
     counts, and does not go through all that is kept.
 
+    Args:
+        step_slots: that a request may take in a step that speculates; 0: none does.
+
     Attributes:
         quarantined: how many blocks, whatever the number of ranks. Asked for in every step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, step_slots: int = 0) -> None:
+        self._step_slots = step_slots
+        # Blocks. One too many for each group of states, which have room of their own for drafts.
+        self._for_a_step = 0
         self._manager: KVCacheManager | None = None
         self.quarantined = 0
         # How many ranks keep each block out of the pool; and with them how many answers it is lent back of. Never 0.
@@ -51,6 +58,9 @@ class KeptBlocks:
     def bind(self, manager: KVCacheManager) -> None:
         """Who gives the engine's blocks to requests."""
         self._manager = manager
+        if self._step_slots:
+            groups = manager.coordinator.single_type_managers
+            self._for_a_step = sum(-(-self._step_slots // each.block_size) for each in groups)
 
     def quarantine(self, block_ids: Sequence[int]) -> None:
         """A rank has READs that may still write into these blocks."""
@@ -97,7 +107,9 @@ class KeptBlocks:
         blocks: int = self._manager.block_pool.num_gpu_blocks
         needed = self._needed(self._manager, request, loaded, kept)
         # vLLM asks for more than there are where a request has to wait for a step, whatever is kept.
-        return needed > blocks or needed + len(kept) <= blocks - 1  # without the null block
+        if needed > blocks:
+            return True
+        return needed + self._for_a_step + len(kept) <= blocks - 1  # without the null block
 
     @staticmethod
     def _needed(manager: KVCacheManager, request: Request, loaded: int, kept: Collection[int]) -> int:

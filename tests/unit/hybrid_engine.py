@@ -44,7 +44,7 @@ from connector.nixl_connector import NixlActorConnector
 from connector.protocol import Command, LeaseGranted, RejectPull, StartPull
 from connector.step_metadata import StepMetadata
 from connector.wire.params import RemotePrefill, parse_remote_prefill
-from tests.unit.vllm_setup import block_hasher, scheduling_config
+from tests.unit.vllm_setup import block_hasher, draft_model, scheduling_config
 
 BLOCK_TOKENS = 16
 MAX_MODEL_TOKENS = 512
@@ -106,6 +106,7 @@ class HybridEngine:
         overlaps: a step may be scheduled before the one before it has ended (async scheduling).
         role: vLLM's `kv_role`.
         policy: in which order vLLM's queue is served.
+        drafts: tokens that a draft model proposes after a step; vLLM keeps slots for them.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class HybridEngine:
         overlaps: bool = False,
         role: str = "kv_both",
         policy: str = "fcfs",
+        drafts: int = 0,
     ) -> None:
         config = self.config = copy.copy(scheduling_config(BLOCK_TOKENS, MAX_MODEL_TOKENS))
         config.scheduler_config = copy.copy(config.scheduler_config)
@@ -129,6 +131,7 @@ class HybridEngine:
         config.scheduler_config.async_scheduling = overlaps
         config.scheduler_config.scheduler_reserve_full_isl = admits_what_fits
         config.scheduler_config.policy = policy
+        config.speculative_config = draft_model(config, drafts) if drafts else None
         config.cache_config = copy.copy(config.cache_config)
         config.cache_config.num_gpu_blocks = blocks
         config.cache_config.enable_prefix_caching = caches_prefixes

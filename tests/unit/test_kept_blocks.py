@@ -36,11 +36,11 @@ def report(*, quarantined: Sequence[Sequence[int]] = (), lifted: Sequence[Sequen
     return WorkerReport(quarantined=list(quarantined), lifted=list(lifted))
 
 
-def in_quarantine(*, recomputes: bool = False) -> tuple[HybridEngine, list[int]]:
+def in_quarantine(*, recomputes: bool = False, drafts: int = 0) -> tuple[HybridEngine, list[int]]:
     """A decode engine of which a load has failed, and the blocks that its READ may still write into."""
     prefill, decode = (
         HybridEngine([full()], engine_id="p"),
-        HybridEngine([full()], engine_id="d", blocks=BLOCKS, recomputes=recomputes),
+        HybridEngine([full()], engine_id="d", blocks=BLOCKS, recomputes=recomputes, drafts=drafts),
     )
     prefill.prefill("kept", KEPT)
     block_ids = list(decode.load("kept", KEPT, prefill.params["kept"]).local_block_ids)
@@ -82,6 +82,30 @@ def test_a_prompt_that_does_not_fit_beside_a_quarantine_holds_nobody_up(where: s
     assert "long" not in decode.finished
     (line,) = [each for each in lines.texts if "do not fit" in each]
     assert "18 blocks are in quarantine" in line
+
+    decode.step(KVConnectorOutput(kv_connector_worker_meta=report(lifted=[block_ids])))
+    run(decode, 3)
+    if params is None:
+        assert "long" in decode.finished
+    else:
+        assert decode.pull_of("long").awaited
+
+
+@pytest.mark.parametrize("where", ["here", "on P"])
+def test_nor_does_one_that_fits_but_for_the_slots_of_drafts(where: str) -> None:
+    """vLLM begins no load without room for a step that speculates, and computes no prompt without slots behind it."""
+    decode, block_ids = in_quarantine(drafts=3)
+    tokens = tokens_of((BLOCKS - 1 - len(block_ids)) * BLOCK_TOKENS, seed=3)
+    params = None
+    if where == "on P":
+        prefill = HybridEngine([full()], engine_id="p")
+        prefill.prefill("long", tokens)
+        params = prefill.params["long"]
+    decode.submit("long", tokens, params)
+    short = submit_short(decode)
+    run(decode)
+    assert short <= decode.finished.keys()
+    assert "long" not in decode.finished
 
     decode.step(KVConnectorOutput(kv_connector_worker_meta=report(lifted=[block_ids])))
     run(decode, 3)
