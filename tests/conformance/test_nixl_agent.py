@@ -609,7 +609,7 @@ class TestRealNixlPort(NixlPortSuite):
         """Scenario 79, for back ends whose threads are used: two threads in an agent that guards nothing are the end of
         the process. POSIX is the only other one that can be made on any machine: it moves nothing between engines, so
         that it is refused once there is an agent."""
-        binding, modes = nixl_thread._import_nixl("nixl").nixlBind, []
+        binding, modes = agent_core._import_nixl("nixl").nixlBind, []
         make = binding.nixlAgent
 
         def noted(name: str, config: Any) -> object:
