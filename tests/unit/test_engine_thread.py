@@ -179,7 +179,9 @@ def test_no_python_runs_for_each_block(engine: Engine) -> None:
 
 def test_an_idle_step_costs_the_same_whatever_is_open(engine: Engine) -> None:
     def idle_step() -> list[Counted]:
-        return [engine.build(), engine.load(), engine.finish()]
+        """The cheapest of a few: in a step of a busy machine it may be time to show that the actors are late."""
+        steps = [[engine.build(), engine.load(), engine.finish()] for _ in range(5)]
+        return min(steps, key=counts)
 
     alone = []
     for number in range(64):
