@@ -52,7 +52,7 @@ pytestmark = pytest.mark.timeout(400)  # some play all plans by themselves, or i
 
 REGRESSIONS = sorted((Path(__file__).parent / "vllm" / "regressions").glob("*.json"))
 SEEDS = (3, 13, 18, 20, 24, 37, 56, 57, 79, 82, 100, 107, 109, 192, 194)
-"""Engines speculate in 20, which has windows, 37 and 57. Models have windows in 3, whose steps overlap, and in 192.
+"""Engines speculate in 20, which has windows, 37, 56 and 57. Models have windows in 3, whose steps overlap, and in 192.
 They have states in 79, 100 and 194, where both roles cache them, in 18 and 109 (D alone does), 82 (P alone), 107 and
 storm 153 (nobody). Steps overlap in 18, 79, 82, 107 and 194."""
 STORMS = range(148, 156)
