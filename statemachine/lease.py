@@ -119,6 +119,10 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     blocks: int = 0
     age_ns: int = 0
 
+    def holder(self, engine_id: str) -> Holder | None:
+        """What is known of the engines of this id."""
+        return next((each for each in self.holders if each.engine_id == engine_id), None)
+
     @property
     def may_end_unread(self) -> bool:
         """It lends an answer's blocks back, and nobody has asked for them: no conversation goes on after its last turn,
@@ -197,7 +201,7 @@ def _is_read(lease: Lease) -> bool:
 def _with_reader(lease: Lease, event: Held | ReaderDone) -> Lease:
     """With what a rank has said: it comes last."""
     others = tuple(each for each in lease.holders if each.engine_id != event.engine_id)
-    known = next((each for each in lease.holders if each.engine_id == event.engine_id), Holder(event.engine_id, 0))
+    known = lease.holder(event.engine_id) or Holder(event.engine_id, 0)
     released, told = known.released, known.told
     reader = frozenset((Reader(event.rank, event.process),)) if isinstance(event.rank, int) else frozenset[Reader]()
     if isinstance(event, Held):

@@ -410,10 +410,10 @@ class Lending:
 
     def _is_full(self, name: LeaseName, asked: HoldAsked | ReleaseAsked) -> bool:
         """Whether who asks is no holder of this lease yet, and cannot become one: every step looks at all that are."""
-        holders = self._leases[name].holders
-        known = next((each for each in holders if each.engine_id == asked.engine_id), None)
+        lease = self._leases[name]
+        known = lease.holder(asked.engine_id)
         if known is None:
-            return len(holders) >= HOLDERS_MAX
+            return len(lease.holders) >= HOLDERS_MAX
         return len(known.told) >= READERS_MAX and machine.Reader(asked.rank, asked.process) not in known.told
 
     def lent_as(self, name: LeaseName) -> LeaseName | None:

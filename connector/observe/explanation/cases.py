@@ -100,8 +100,10 @@ def find(text: str, records: Iterable[TransitionRecord], live: Live) -> list[Cas
     ]
     on_p = [each.lease_key for each in every if each.machine == "lease"]
     _add_rows(text, cases, live, LeasesGiven((*on_p, *map(_key_of_lease, live.of(LeaseRow)))))
-    lent_back = [case for case in cases if case.is_lent_back]
-    cases = _with_their_leases([case for case in cases if case not in lent_back])
+    lent_back, others = list[Case](), list[Case]()
+    for case in cases:
+        (lent_back if case.is_lent_back else others).append(case)
+    cases = _with_their_leases(others)
     alone = [case for case in cases if not case.story.requests and not case.requests]
     for said in live.of(LocalPrefillRow):
         if text in said.row.request_id:
@@ -115,8 +117,12 @@ def find(text: str, records: Iterable[TransitionRecord], live: Live) -> list[Cas
             if case not in cases:
                 cases.append(case)
             case.local_prefill = said
+    on_engines: dict[tuple[str, str], list[Case]] = {}
+    for case in cases:
+        for place in case.on_engines:
+            on_engines.setdefault(place, []).append(case)
     for kept in lent_back:
-        owners = [case for case in cases if case.on_engines & kept.on_engines and not case.is_lent_back]
+        owners = dict.fromkeys(case for place in kept.on_engines for case in on_engines.get(place, ()))
         for case in owners:
             case.read_back.append(kept)
         if not owners:

@@ -104,7 +104,7 @@ READERS = (
         rule="late and repeated messages",
         row=50,
         broken="whoever names a lease under ever new engine ids makes each step of it dearer",
-        changes=(Edit(Lending._is_full, "len(holders) >= HOLDERS_MAX", "False"),),
+        changes=(Edit(Lending._is_full, "len(lease.holders) >= HOLDERS_MAX", "False"),),
         place=ByTest(LENDING + "::test_a_lease_is_held_by_a_bounded_number_of_engines"),
     ),
     Mutant(
