@@ -16,7 +16,7 @@ from connector.observe.log import StrangerLog, get_logger, root_cause
 from connector.observe.log import log_crash as log_actor_crash
 from connector.ports.gate import ANYBODY, Access
 from connector.ports.side_channel import PortUnavailable, SideChannelError
-from connector.ports.zmq_bridge import NEWCOMERS, ZmqSideChannel
+from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.runtime.draining import EngineDraining, Lent, OwnWorker
 from connector.runtime.listener import HandshakeListener
 from connector.runtime.thread import ActorThread
@@ -108,7 +108,7 @@ class ListenerThread:
 
     def _made(self) -> HandshakeListener:
         self._listener = HandshakeListener(
-            side_channel=ZmqSideChannel(self._access, self._refuse),
+            side_channel=ZmqSideChannel(self._access, self._refuse, self._say_no_room),
             host=self._host,
             port=self._port,
             payloads=self._payloads(),
@@ -151,9 +151,13 @@ class ListenerThread:
             for rank, metadata in self._ranks.items()
         }
 
-    def _refuse(self, stranger: str, sentence: str) -> None:
-        self._log_stranger(stranger, sentence)
-        self._count_turned_away(catalogue.NO_ROOM if stranger == NEWCOMERS else catalogue.REFUSED)
+    def _refuse(self, address: str, sentence: str) -> None:
+        self._log_stranger(address, sentence)
+        self._count_turned_away(catalogue.REFUSED)
+
+    def _say_no_room(self, sentence: str) -> None:
+        self._log_stranger("newcomers", sentence)
+        self._count_turned_away(catalogue.NO_ROOM)
 
     def _log_bad_frame(self, detail: str) -> None:
         self._log_stranger("bad requests", f"refused a bad request: {detail}")

@@ -39,7 +39,7 @@ from connector.observe.stats import ConnectorStats
 from connector.observe.trace_log import open_trace_log
 from connector.observe.trace_writer import TraceWriter
 from connector.ports.nixl_agent import RealNixlPort
-from connector.ports.zmq_bridge import NEWCOMERS, ZmqSideChannel
+from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.protocol import (
     AfterSteps,
     Command,
@@ -302,16 +302,19 @@ class ConnectorWorker:
         log_failure = FailureLog(layout.engine_id, rank_number)
         log_stranger = StrangerLog("control socket")
 
-        def refuse(stranger: str, sentence: str) -> None:
-            log_stranger(stranger, sentence)
-            why = catalogue.NO_ROOM if stranger == NEWCOMERS else catalogue.REFUSED
-            self._figures.note_turned_away(catalogue.CONTROL_SOCKET, why)
+        def refuse(address: str, sentence: str) -> None:
+            log_stranger(address, sentence)
+            self._figures.note_turned_away(catalogue.CONTROL_SOCKET, catalogue.REFUSED)
+
+        def say_no_room(sentence: str) -> None:
+            log_stranger("newcomers", sentence)
+            self._figures.note_turned_away(catalogue.CONTROL_SOCKET, catalogue.NO_ROOM)
 
         def cut_off(subject: str, failure: Failure) -> None:
             log_failure(subject, failure)
             self._figures.note_turned_away(catalogue.CONTROL_SOCKET, catalogue.CUT_OFF)
 
-        side_channel = ZmqSideChannel(self._access, refuse)
+        side_channel = ZmqSideChannel(self._access, refuse, say_no_room)
         port = control_port(self._vllm_config, self._options, rank_number)
         host = listening_host(self._vllm_config.parallel_config)
         control_host, control = open_control_socket(side_channel, host, cut_off, port)

@@ -16,9 +16,9 @@ EVENTS, and wake the parked task if there is something to receive.
 A message is taken in one go, without a checkpoint, so a cancelled receive takes nothing.
 """
 
-from connector.ports.zmq_bridge.channel import NEWCOMERS, ZmqSideChannel
+from connector.ports.zmq_bridge.channel import ZmqSideChannel
 from connector.ports.zmq_bridge.link import ZmqLink
 from connector.ports.zmq_bridge.listener import ZmqListener
 from connector.ports.zmq_bridge.requester import ZmqRequester
 
-__all__ = ("NEWCOMERS", "ZmqLink", "ZmqListener", "ZmqRequester", "ZmqSideChannel")
+__all__ = ("ZmqLink", "ZmqListener", "ZmqRequester", "ZmqSideChannel")

@@ -81,9 +81,6 @@ UNFINISHED_SLACK_BYTES = 64 * 1024
 """What a connection of a listener may have received beyond the largest message, before it is in the middle of one that
 is too large: frames and encryption have headers."""
 
-NEWCOMERS = "newcomers"
-"""Who are not connected yet, and whose addresses are not known."""
-
 KEEPALIVE_IDLE_SECONDS, KEEPALIVE_PROBES, KEEPALIVE_PROBE_SECONDS = 60, 3, 10
 """Whose machine has vanished without a word is noticed by the kernel after this time of silence and so many probes. At
 both ends of a connection: a decode engine that wants nothing says nothing either."""
@@ -105,14 +102,19 @@ class ZmqSideChannel:
 
     Args:
         access: who is let in, and where it connects to.
-        on_refusal: told whom a listener has not let in, an address or NEWCOMERS, and in a sentence why.
+        on_refusal: told the address that a listener has not let in, and in a sentence why.
+        on_no_room: told in a sentence that somebody wants to connect and no file descriptor is left.
     """
 
     def __init__(
-        self, access: Access = ANYBODY, on_refusal: Callable[[str, str], None] = lambda stranger, sentence: None
+        self,
+        access: Access = ANYBODY,
+        on_refusal: Callable[[str, str], None] = lambda address, sentence: None,
+        on_no_room: Callable[[str], None] = lambda sentence: None,
     ) -> None:
         self.access = access
         self._on_refusal = on_refusal
+        self._on_no_room = on_no_room
         self._gate: Gate | None = None
         self._host_names = HostNames()
         # Of addresses that were reached last; None: it had none.
@@ -260,11 +262,10 @@ class ZmqSideChannel:
             self._context.term()
 
     def _say_no_room(self, waits: int) -> None:
-        said = (
+        self._on_no_room(
             f"nobody can connect: no file descriptor is left in this process, and {waits} wait; raise the limit "
             "(ulimit -n), or see who uses them up (ls /proc/<pid>/fd)"
         )
-        self._on_refusal(NEWCOMERS, said)
 
     def make_socket(self, kind: int, *, ipv6: bool) -> Socket:
         """A socket of this channel's context, for the classes of this package. Raises zmq.ZMQError."""
