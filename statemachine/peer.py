@@ -5,7 +5,8 @@
     ready           connected: its agents are loaded, its descriptor lists prepared, its control sockets open
     draining        the connection is to be rebuilt or given up; READs in flight end first
     disconnecting   no READ is in flight; the agents are being removed
-    backoff         the last attempt failed; requests fail at once until the delay is over
+    backoff         the last attempt failed, or its connection was of no use; requests fail at once until the delay is
+                    over
     incompatible    it answered, and KV cannot be exchanged; like backoff, with a longer delay
     gone            given up: replaced by another engine at its address, evicted, or the connector stops. A peer that is
                     recalled is a fresh value
@@ -26,6 +27,11 @@ A failed peer fails requests at once while it backs off, so that a dead engine d
 pool with requests that wait for it. The delay doubles from attempt to attempt, with jitter; not where the engine's port
 refused the connection, which costs nobody any time (`remote_engine`). An attempt that was made only to say releases
 begins no back-off: the engine that takes the place of a dead one must not find one that nobody needed.
+
+A connection is of use once a READ has ended well over it. One that is lost before that is rebuilt at once, because it
+may have met a process that was about to end; the second in a row, and those after it, wait as after a failed attempt.
+Otherwise an engine that answers handshakes, and whose data nobody can read, would be shaken hands with for every
+request, and each new connection keeps a file descriptor open on both sides (docs/nixl.md).
 """
 
 from __future__ import annotations
@@ -34,6 +40,9 @@ import msgspec
 
 from statemachine.failures import BadParams, Failure, Incompatible, PeerRetired
 from statemachine.kernel import NO_EFFECTS, Effect, Effects, Event, Machine, MachineState, pairs, to
+
+LOSSES_BEFORE_BACKOFF = 1
+"""So many connections in a row may be lost without having been of use before the next one has to wait."""
 
 
 class State(MachineState):
@@ -52,6 +61,7 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         failures: attempts that failed in a row.
+        losses: connections in a row that were lost without having been of use.
         is_wanted: while a connection is being given up: somebody waits for the next one.
         is_retiring: there will be no next one.
         failure: the last one.
@@ -60,6 +70,7 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
     engine_id: str
     state: State = State.IDLE
     failures: int = 0
+    losses: int = 0
     is_wanted: bool = False
     is_retiring: bool = False
     failure: Failure | None = None
@@ -86,9 +97,11 @@ class BackoffElapsed(Event, frozen=True, kw_only=True):
 
 
 class ConnectionSuspect(Event, frozen=True, kw_only=True):
-    """Nothing may be read over this connection any more; see the module's docstring."""
+    """Nothing may be read over this connection any more; see the module's docstring. `was_of_use`: a READ has ended
+    well over it."""
 
     failure: Failure
+    was_of_use: bool
 
 
 class ReadsDrained(Event, frozen=True, kw_only=True):
@@ -183,7 +196,8 @@ def _announce(peer: Peer, event: Wanted) -> tuple[Peer, Effects]:
 
 
 def _suspect(peer: Peer, event: ConnectionSuspect) -> tuple[Peer, Effects]:
-    return msgspec.structs.replace(peer, state=State.DRAINING, failure=event.failure), (DrainReads(),)
+    losses = 0 if event.was_of_use else peer.losses + 1
+    return msgspec.structs.replace(peer, state=State.DRAINING, losses=losses, failure=event.failure), (DrainReads(),)
 
 
 def _want_later(peer: Peer, event: Wanted) -> tuple[Peer, Effects]:
@@ -200,6 +214,11 @@ def _tear_down(peer: Peer, event: ReadsDrained) -> tuple[Peer, Effects]:
 def _disconnect(peer: Peer, event: TornDown) -> tuple[Peer, Effects]:
     if peer.is_retiring:
         return msgspec.structs.replace(peer, state=State.GONE), NO_EFFECTS
+    if peer.losses > LOSSES_BEFORE_BACKOFF:
+        assert peer.failure is not None
+        announce: Effects = (AnnounceFailed(failure=peer.failure),) if peer.is_wanted else NO_EFFECTS
+        backoff = StartBackoff(failures=peer.losses - LOSSES_BEFORE_BACKOFF)
+        return msgspec.structs.replace(peer, state=State.BACKOFF, is_wanted=False), (*announce, backoff)
     if peer.is_wanted:
         return _start(peer, event)
     return msgspec.structs.replace(peer, state=State.IDLE), NO_EFFECTS
@@ -273,7 +292,7 @@ MACHINE: Machine[Peer] = Machine(
         (_DRAINING, Retired): to(_retire_later, _DRAINING),
         (_DISCONNECTING, Wanted): to(_want_later, _DISCONNECTING),
         (_DISCONNECTING, QuiesceTimeout): to(_abandon, _BACKOFF, _GONE),
-        (_DISCONNECTING, TornDown): to(_disconnect, _IDLE, _HANDSHAKING, _GONE),
+        (_DISCONNECTING, TornDown): to(_disconnect, _IDLE, _HANDSHAKING, _BACKOFF, _GONE),
         (_DISCONNECTING, Retired): to(_retire_later, _DISCONNECTING),
         (_BACKOFF, Wanted): to(_reject, _BACKOFF),
         (_BACKOFF, BackoffElapsed): to(_rest, _IDLE),

@@ -19,6 +19,7 @@ class Connection:
         open_reads: READs ordered on it that have not ended, as (request id, number). Its agents are removed only when
             there is none.
         unsettled: READs that failed on it and may still write, as (request id, number).
+        was_of_use: a READ has ended well over it.
         failure: what first made it suspect.
         is_torn_down: its agents are removed. It is forgotten when nothing is unsettled either.
     """
@@ -31,6 +32,7 @@ class Connection:
         "number",
         "open_reads",
         "unsettled",
+        "was_of_use",
         "workers",
     )
 
@@ -40,6 +42,7 @@ class Connection:
         self.is_builtin = is_builtin
         self.open_reads: dict[tuple[str, int], None] = {}
         self.unsettled: dict[tuple[str, int], None] = {}
+        self.was_of_use = False
         self.failure: Failure | None = None
         self.is_tearing_down = False
         self.is_torn_down = False
@@ -53,6 +56,7 @@ class Connection:
         other = Connection(self.number, self.workers, is_builtin=self.is_builtin)
         other.open_reads = dict(self.open_reads)
         other.unsettled = dict(self.unsettled)
+        other.was_of_use = self.was_of_use
         other.failure = self.failure
         other.is_tearing_down, other.is_torn_down = self.is_tearing_down, self.is_torn_down
         return other
@@ -64,6 +68,7 @@ class Connection:
             self.is_builtin,
             frozenset(self.open_reads),
             frozenset(self.unsettled),
+            self.was_of_use,
             type(self.failure),
             self.is_tearing_down,
             self.is_torn_down,

@@ -397,6 +397,8 @@ class RemoteEngine:
             self._suspect(event.connection, failure, now_ns)
         if not event.is_quiescent:
             connection.unsettled[event.request_id, event.read] = None
+        elif failure is None:
+            connection.was_of_use = True
         found = self._requests.get(event.request_id)
         if found is None or found.connection != event.connection or event.read not in found.in_flight:
             if event.is_quiescent:
@@ -504,7 +506,8 @@ class RemoteEngine:
             has_ended = isinstance(failure, ControlLinkLost) or is_transport_lost(failure)
             if has_ended and self._departure.state is departure.State.LEAVING:
                 failure = self._left(failure)
-            self._step_peer(peer.ConnectionSuspect(failure=failure), now_ns)
+            was_of_use = connection is not None and connection.was_of_use
+            self._step_peer(peer.ConnectionSuspect(failure=failure, was_of_use=was_of_use), now_ns)
             if has_ended:
                 self._step_departure(departure.ConnectionEnded(), now_ns)
 

@@ -46,7 +46,8 @@ RETIRED = PeerRetired(peer="prefill")
 
 FAILED = HandshakeFailed(failure=SILENT)
 INCOMPATIBLE = HandshakeFailed(failure=UNLIKE)
-SUSPECT = ConnectionSuspect(failure=LOST)
+SUSPECT = ConnectionSuspect(failure=LOST, was_of_use=True)
+LOST_UNUSED = ConnectionSuspect(failure=LOST, was_of_use=False)
 
 
 def run(peer: Peer, *events: Event) -> tuple[Peer, list[Effect]]:
@@ -156,6 +157,26 @@ def test_a_wish_is_forgotten_once_it_was_answered() -> None:
     rebuilt, _ = run(READY, SUSPECT, Wanted(), ReadsDrained(), TornDown(), HandshakeSucceeded())
     peer, effects = run(rebuilt, SUSPECT, ReadsDrained(), TornDown())
     assert (peer.state, effects) == (State.IDLE, [DrainReads(), TearDown()])
+
+
+REBUILT = (LOST_UNUSED, Wanted(), ReadsDrained(), TornDown(), HandshakeSucceeded())
+"""A connection that was of no use is lost, and another one takes its place."""
+
+
+def test_the_second_connection_in_a_row_that_was_of_no_use_is_rebuilt_after_a_delay() -> None:
+    peer, _ = run(READY, *REBUILT)
+    assert peer.state is State.READY
+    peer, effects = run(peer, LOST_UNUSED, Wanted(), ReadsDrained(), TornDown())
+    assert peer.state is State.BACKOFF
+    assert effects == [DrainReads(), TearDown(), AnnounceFailed(failure=LOST), StartBackoff(failures=1)]
+    peer, _ = run(peer, BackoffElapsed(), Wanted(), HandshakeSucceeded())
+    peer, effects = run(peer, LOST_UNUSED, ReadsDrained(), TornDown())
+    assert (peer.state, effects) == (State.BACKOFF, [DrainReads(), TearDown(), StartBackoff(failures=2)])
+
+
+def test_a_connection_that_was_of_use_is_rebuilt_at_once_however_many_were_not_before_it() -> None:
+    peer, _ = run(READY, *REBUILT, SUSPECT, Wanted(), ReadsDrained(), TornDown(), HandshakeSucceeded(), *REBUILT)
+    assert peer.state is State.READY
 
 
 def test_reads_that_never_end_cost_the_connection_and_fail_who_waits() -> None:
@@ -327,7 +348,7 @@ class PeerUnderLawfulShell(RuleBasedStateMachine):
         self.connections_open -= 1
         self.feed(TornDown())
 
-    @rule(event=st.sampled_from([SUSPECT, QuiesceTimeout(), BackoffElapsed()]))
+    @rule(event=st.sampled_from([SUSPECT, LOST_UNUSED, QuiesceTimeout(), BackoffElapsed()]))
     def news_or_timer_comes(self, event: Event) -> None:
         """At any time: both may be late."""
         self.feed(event)
@@ -389,6 +410,7 @@ ALL_EVENTS: tuple[Event, ...] = (
     INCOMPATIBLE,
     BackoffElapsed(),
     SUSPECT,
+    LOST_UNUSED,
     ReadsDrained(),
     QuiesceTimeout(),
     TornDown(),
@@ -397,8 +419,8 @@ ALL_EVENTS: tuple[Event, ...] = (
 
 
 def test_no_sequence_of_events_breaks_the_machine() -> None:
-    """Every event in every reachable value with at most two failures in a row; lawful or not, only a ProtocolError
-    may come out."""
+    """Every event in every reachable value with at most two failures and two losses in a row; lawful or not, only a
+    ProtocolError may come out."""
     assert {type(event) for event in ALL_EVENTS} == set(MACHINE.events)
     broken: dict[tuple[Event, ...], str] = {}
     histories: dict[Peer, tuple[Event, ...]] = {NEW: ()}
@@ -416,7 +438,7 @@ def test_no_sequence_of_events_breaks_the_machine() -> None:
                 continue
             if MACHINE.is_terminal(peer):
                 assert (following, effects) == (peer, ())
-            if following not in histories and following.failures <= 2:
+            if following not in histories and max(following.failures, following.losses) <= 2:
                 histories[following] = history
                 frontier.append(following)
     assert len(histories) > 20

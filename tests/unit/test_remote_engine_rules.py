@@ -670,6 +670,28 @@ def test_the_delay_after_failed_handshakes_grows_up_to_its_bound() -> None:
     assert all(LIMITS.backoff_max_ns // 2 <= each <= LIMITS.backoff_max_ns for each in delays[4:])
 
 
+@pytest.mark.parametrize("is_lost", [True, False], ids=["transport lost", "may still write"])
+def test_an_engine_that_can_only_be_shaken_hands_with_is_not_met_for_each_request(is_lost: bool) -> None:
+    """Each new connection costs both sides a file descriptor."""
+    executor, handshakes = Executor(), 0
+    failure = TransferError(peer="p", operation="READ", error="no route", transport_lost=is_lost)
+    seconds, of_a_second = 60, 10
+    for number in range(seconds * of_a_second):
+        executor.pass_until(number * 1_000 * MS // of_a_second)
+        executor.start(f"r{number}", LeaseName(f"r{number}", number))
+        while executor.effects:
+            if any(isinstance(each, StartHandshake) for each in executor.effects):
+                handshakes += 1
+                executor.connect()
+            for posted in executor.take(PostReads):
+                executor.read(posted.request_id, failure=failure, is_quiescent=is_lost)
+            for torn_down in executor.take(TearDown):
+                executor.feed(TornDown(connection=torn_down.connection))
+            executor.effects = [each for each in executor.effects if isinstance(each, StartHandshake)]
+    lasting = 2 * LIMITS.backoff_max_ns // 3
+    assert 5 < handshakes < 10 + seconds * 1_000 * MS // lasting
+
+
 def test_a_connection_that_is_given_up_is_torn_down_before_the_next_handshake() -> None:
     executor = reading()
     executor.feed(LinkLost(connection=1, detail="reset"))
