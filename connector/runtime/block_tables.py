@@ -111,9 +111,19 @@ def _tables(pair: GroupPair, group: GroupPull, command: StartPull) -> GroupBlock
 
 
 def _remote_first(pair: GroupPair, group: GroupPull, command: StartPull) -> int:
-    """How many of the peer's blocks lie before the first one that it sent."""
+    """How many of the peer's blocks lie before the first one that it sent.
+
+    Raises BlockIdError: our group keeps every token, and the peer's has let go of the first ones. The peer keeps a
+    window there, and what it sent would be taken for the beginning.
+    """
     remote_num_tokens = command.remote_num_tokens if command.remote_num_tokens is not None else command.num_tokens
-    if group.window_tokens is None or remote_num_tokens is None:
+    if remote_num_tokens is None:
         return 0
     blocks = -(-remote_num_tokens // pair.remote.positions_per_id)
-    return max(0, blocks - len(group.remote_block_ids))
+    missing = max(0, blocks - len(group.remote_block_ids))
+    if missing and group.window_tokens is None:
+        raise BlockIdError(
+            "remote",
+            f"{len(group.remote_block_ids)} blocks of {remote_num_tokens} tokens, for a group that keeps all {blocks}",
+        )
+    return missing
