@@ -1086,6 +1086,13 @@ PEERS = (
         place=ByTest("tests/unit/test_remote_engine.py::test_the_delay_after_a_refused_connection_does_not_grow"),
     ),
     Mutant(
+        name="met for each request",
+        rule="a connection of no use",
+        broken="an engine that answers handshakes, and whose data nobody can read, is met again for each request",
+        changes=(Edit(peer._disconnect, "if peer.losses > LOSSES_BEFORE_BACKOFF:", "if False:"),),
+        place=ByTest(CORE + "::test_an_engine_that_can_only_be_shaken_hands_with_is_not_met_for_each_request"),
+    ),
+    Mutant(
         name="a crash loses the handshake",
         rule="who waits is told",
         row=76,

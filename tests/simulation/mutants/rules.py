@@ -59,6 +59,11 @@ RULES: dict[str, Rule] = {
         "What makes a connection of one of them suspect makes those of the others suspect, and is over for none of "
         "them before the agents are removed for all.",
     ),
+    "a connection of no use": Rule(
+        peer,
+        "One that is lost before that is rebuilt at once, because it may have met a process that was about to end; the "
+        "second in a row, and those after it, wait as after a failed attempt.",
+    ),
     "who waits is told": Rule(remote_engine, "who waits for it is told when it is ready, and when it fails"),
     "many leases in one message": Rule(remote_engine, "Renewals of many leases travel in one message."),
     # one request
