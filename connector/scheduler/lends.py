@@ -116,6 +116,9 @@ class Lends:
         self._heard_ns: dict[str, int] = {}
         # Requests of clients, whose answers this engine writes.
         self._answering: set[str] = set()
+        # Prefills that were accepted and are not granted yet. Their number is what who drains waits for; answers are
+        # in `computing` too where blocks are lent back, and no drain waits for these.
+        self._accepted: set[str] = set()
         self.computing: dict[str, LeaseName] = {}
         self.prompts: dict[str, Request] = {}
         self.stopped: str | None = None
@@ -138,8 +141,8 @@ class Lends:
 
     def count(self) -> Lent:
         """In the listener's thread."""
-        accepted = len(self._heard_ns) + len(self.computing)
-        return Lent(lent=accepted + self._figures.leases_held, not_lent=self._not_lent, answering=len(self._answering))
+        lent = len(self._accepted) + self._figures.leases_held
+        return Lent(lent=lent, not_lent=self._not_lent, answering=len(self._answering))
 
     # --- a request --------------------------------------------------------------------------------------------------
 
@@ -154,6 +157,7 @@ class Lends:
             return
         self._note_not_lent(request.request_id)
         if is_lent:
+            self._accepted.add(request.request_id)
             self._leave_tokens_to_decode(request)
 
     def begin(self, request: Request) -> None:
@@ -174,6 +178,8 @@ class Lends:
         self._answering.discard(request_id)
         self._heard_ns.pop(request_id, None)
         self.prompts.pop(request_id, None)
+        if request_id not in self.computing:
+            self._accepted.discard(request_id)
 
     def finish(self, request: Request, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
         """What the answer of a request that has ended says of its blocks, which are kept then; None: they are not."""
@@ -189,15 +195,19 @@ class Lends:
             and self._lends_at_its_end(request, is_accepted=lease is not None)
         )
         if not completed or not keeps:
-            self.computing.pop(request_id, None)
+            self._forget(request_id)
             if lease is not None:
                 self._tell(LeaseWithdrawn(lease=lease))
             self._far_ends.let_go(request_id)
             return None
         answer = self._grant(request, lease or self._new_lease(request_id), block_ids)
         # After it counts as lent: the listener's thread, which counts both, would take this engine for drained.
-        self.computing.pop(request_id, None)
+        self._forget(request_id)
         return answer
+
+    def _forget(self, request_id: str) -> None:
+        self.computing.pop(request_id, None)
+        self._accepted.discard(request_id)
 
     def free(self, request_id: str) -> None:
         """Its lease has ended, and vLLM frees its blocks."""

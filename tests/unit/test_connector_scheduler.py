@@ -465,6 +465,25 @@ def test_requests_whose_answers_the_engine_writes_are_counted_until_they_end() -
     assert side(engine)._lends.count() == (1, 0, 0)
 
 
+def test_an_answer_that_would_be_lent_back_is_waited_for_no_more_than_others() -> None:
+    """Its blocks are not lent when it ends: the engine drains."""
+    options = {"bidirectional_kv_xfer": True}
+    prefill, decode = (HybridEngine([full()], engine_id=name, options=options) for name in ("p", "d"))
+    prefill.prefill("a", TOKENS)
+    decode.load("a", TOKENS, prefill.params["a"], max_tokens=4)
+    decode.loaded("a")
+    decode.step()
+    drain(decode)
+    assert "a" in side(decode)._lends.computing, "it is computed"
+    assert side(decode)._lends.count() == (0, 0, 1)
+    for _ in range(5):
+        decode.step()
+    assert decode.finished["a"] == "length"
+    assert "a" not in decode.params
+    assert side(decode)._lends.count() == (0, 0, 0)
+    assert of_type(decode, LeaseComputing, LeaseGranted, LeaseWithdrawn) == [LeaseComputing, LeaseWithdrawn]
+
+
 def test_nothing_is_granted_whose_lease_would_outlast_the_grace_period() -> None:
     engine = HybridEngine([full()], batch_tokens=16, caches_prefixes=False)
     free_before = free_blocks(engine)
