@@ -31,10 +31,15 @@ LABEL_LENGTH_MAX = 34
 Arrow = tuple[enum.Enum, enum.Enum]
 
 
-MACHINES: tuple[Machine[Any], ...] = (*remote_engine.MACHINES, lease.MACHINE, draining.MACHINE, introduction.MACHINE)
+MACHINES: tuple[Machine[Any, Any], ...] = (
+    *remote_engine.MACHINES,
+    lease.MACHINE,
+    draining.MACHINE,
+    introduction.MACHINE,
+)
 
 
-def arrows(machine: Machine[Any]) -> dict[Arrow, list[str]]:
+def arrows(machine: Machine[Any, Any]) -> dict[Arrow, list[str]]:
     """Names of the events that lead from one state to another (or back to itself), in the order of the table."""
     found: dict[Arrow, list[str]] = {}
     for (source, event), transition in machine.table.items():
@@ -43,7 +48,7 @@ def arrows(machine: Machine[Any]) -> dict[Arrow, list[str]]:
     return found
 
 
-def mermaid(machine: Machine[Any]) -> str:
+def mermaid(machine: Machine[Any, Any]) -> str:
     """The machine as a Mermaid state diagram."""
     lines = ["stateDiagram-v2", "    direction LR", f"    [*] --> {machine.initial.value}"]
     for (source, target), events in arrows(machine).items():
@@ -52,7 +57,7 @@ def mermaid(machine: Machine[Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def svg(machine: Machine[Any]) -> str:
+def svg(machine: Machine[Any, Any]) -> str:
     """The machine as a picture of its own."""
     columns = {state: MARGIN + BOX_WIDTH // 2 + index * COLUMN_WIDTH for index, state in enumerate(machine.states)}
     rows: list[str] = []
@@ -94,7 +99,7 @@ def _wrapped(events: list[str], length_max: int) -> list[str]:
     return lines
 
 
-def _lane(machine: Machine[Any], state: enum.Enum, x: int, height: int) -> str:
+def _lane(machine: Machine[Any, Any], state: enum.Enum, x: int, height: int) -> str:
     """A state: its name in a box, and its line down the page. Terminal states have a heavy frame."""
     fill = "#dde6f5" if state is machine.initial else "#e8e8e8" if state in machine.terminal else "#ffffff"
     weight = 2.5 if state in machine.terminal else 1

@@ -20,9 +20,11 @@ not fit is told as that (`Incompatible`), and not as the departure of the one be
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import msgspec
 
-from statemachine.kernel import NO_EFFECTS, Effect, Effects, Event, Machine, MachineState, pairs, to
+from statemachine.kernel import NO_EFFECTS, Effect, Event, Machine, MachineState, pairs, to
 
 
 class State(MachineState):
@@ -64,6 +66,9 @@ class LoseEverything(Effect, frozen=True, kw_only=True):
     """Fail every request that wants something of it, and forget what it is owed."""
 
 
+Effects: TypeAlias = tuple[NoteLeaving | LoseEverything, ...]
+
+
 def _say(departure: Departure, event: Said) -> tuple[Departure, Effects]:
     is_new = departure.state is State.STAYS
     return Departure(state=State.LEAVING, until_ns=event.until_ns), (NoteLeaving(),) if is_new else NO_EFFECTS
@@ -79,7 +84,7 @@ def _stay(departure: Departure, event: Connected) -> tuple[Departure, Effects]:
 
 _STAYS, _LEAVING, _LEFT = State.STAYS, State.LEAVING, State.LEFT
 
-MACHINE: Machine[Departure] = Machine(
+MACHINE: Machine[Departure, Effects] = Machine(
     name="departure",
     states=State,
     initial=_STAYS,

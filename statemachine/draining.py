@@ -19,9 +19,11 @@ engines have been told. What this leads to on a worker is in `lending`, and on d
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import msgspec
 
-from statemachine.kernel import NO_EFFECTS, Effect, Effects, Event, Machine, MachineState, pairs, to
+from statemachine.kernel import NO_EFFECTS, Effect, Event, Machine, MachineState, pairs, to
 
 
 class State(MachineState):
@@ -91,6 +93,9 @@ class SayDrained(Effect, frozen=True, kw_only=True):
     lent: int
 
 
+Effects: TypeAlias = tuple[TellWorkers | SayDraining | SayDrained, ...]
+
+
 def _begin(draining: Draining, event: Asked) -> tuple[Draining, Effects]:
     begun = msgspec.structs.replace(
         draining,
@@ -115,7 +120,7 @@ def _count(draining: Draining, event: Counted) -> tuple[Draining, Effects]:
 
 _SERVING, _DRAINING, _DRAINED = State.SERVING, State.DRAINING, State.DRAINED
 
-MACHINE: Machine[Draining] = Machine(
+MACHINE: Machine[Draining, Effects] = Machine(
     name="draining",
     states=State,
     initial=_SERVING,

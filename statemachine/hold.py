@@ -24,9 +24,11 @@ parameters); who they are is known to the core (`remote_engine`). The release is
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import msgspec
 
-from statemachine.kernel import NO_EFFECTS, Effect, Effects, Event, Machine, MachineState, pairs, to
+from statemachine.kernel import NO_EFFECTS, Effect, Event, Machine, MachineState, pairs, to
 from statemachine.lease import LeaseName
 
 
@@ -93,6 +95,9 @@ class SayReleased(Effect, frozen=True, kw_only=True):
     """Tell P, until it answers."""
 
 
+Effects: TypeAlias = tuple[SayReleased, ...]
+
+
 def _prove(hold: Hold, event: HeldByPeer) -> tuple[Hold, Effects]:
     proven_until_ns = max(hold.proven_until_ns, event.proven_until_ns)
     return msgspec.structs.replace(hold, state=State.HELD, proven_until_ns=proven_until_ns), NO_EFFECTS
@@ -120,7 +125,7 @@ def _end(hold: Hold, event: ReleaseConfirmed | GiveUp | GoneAtPeer) -> tuple[Hol
 
 _WANTED, _HELD, _ASSUMED, _RELEASING = State.WANTED, State.HELD, State.ASSUMED, State.RELEASING
 
-MACHINE: Machine[Hold] = Machine(
+MACHINE: Machine[Hold, Effects] = Machine(
     name="hold",
     states=State,
     initial=_WANTED,

@@ -25,12 +25,12 @@ are met.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, assert_never
 
 import msgspec
 
 from statemachine.deadlines import Deadlines
-from statemachine.kernel import NO_EFFECTS, Effect, Effects, Event, Machine, MachineState, pairs, to
+from statemachine.kernel import NO_EFFECTS, Effect, Event, Machine, MachineState, pairs, to
 
 PLACES_MAX = 256
 
@@ -124,6 +124,11 @@ class SayFailed(Effect, frozen=True, kw_only=True):
     problem: str
 
 
+Effects: TypeAlias = tuple[AskWho | Meet | StartPause | SayFailed, ...]
+
+CoreEffect: TypeAlias = AskWho | Meet | SayFailed | SayForgotten
+
+
 def _ask(value: Introduction, event: PauseOver) -> tuple[Introduction, Effects]:
     return msgspec.structs.replace(value, state=State.ASKING), (AskWho(place=value.place),)
 
@@ -154,7 +159,7 @@ def _lose(value: Introduction, event: Lost) -> tuple[Introduction, Effects]:
 
 _PAUSING, _ASKING, _MEETING, _MET, _OWN = State.PAUSING, State.ASKING, State.MEETING, State.MET, State.OWN
 
-MACHINE: Machine[Introduction] = Machine(
+MACHINE: Machine[Introduction, Effects] = Machine(
     name="introduction",
     states=State,
     initial=_PAUSING,
@@ -236,7 +241,7 @@ class Introductions:
         self._unmet_since_ns: dict[Place, int] = {}
         # Pauses of places that pause, and bounds of those that meet.
         self._timers: Deadlines[Place] = Deadlines()
-        self._effects: list[Effect] = []
+        self._effects: list[CoreEffect] = []
 
     def values(self) -> tuple[Introduction, ...]:
         return tuple(self._values.values())
@@ -247,7 +252,7 @@ class Introductions:
     def next_deadline(self) -> int | None:
         return self._timers.next_ns()
 
-    def handle(self, event: Event, now_ns: int) -> list[Effect]:
+    def handle(self, event: Event, now_ns: int) -> list[CoreEffect]:
         """Take one event in; returns what to do, in order."""
         match event:
             case Named():
@@ -299,7 +304,7 @@ class Introductions:
         self._pausing_since_ns.pop(place, None)
         self._effects.append(SayForgotten(place=place, unmet_ns=now_ns - self._unmet_since_ns.pop(place)))
 
-    def advance(self, now_ns: int) -> list[Effect]:
+    def advance(self, now_ns: int) -> list[CoreEffect]:
         """Ask whose pause is over; give up what takes too long; forget who was not met for too long."""
         while (place := self._timers.take_due(now_ns)) is not None:
             if self._values[place].state is State.MEETING:
@@ -335,8 +340,10 @@ class Introductions:
                 case Meet():
                     self._timers.set(place, now_ns + self._limits.meeting_ns)
                     self._effects.append(effect)
-                case _:
+                case AskWho() | SayFailed():
                     self._effects.append(effect)
+                case _:
+                    assert_never(effect)
 
     def _note_state(self, place: Place, state: State, now_ns: int) -> None:
         """It has come into this one."""
@@ -356,7 +363,7 @@ class Introductions:
         if after is not None:
             self._of_engine.setdefault(after, set()).add(place)
 
-    def _take_effects(self) -> list[Effect]:
+    def _take_effects(self) -> list[CoreEffect]:
         effects, self._effects = self._effects, []
         return effects
 

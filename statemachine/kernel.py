@@ -55,10 +55,12 @@ class Value(Protocol):
 
 V = TypeVar("V", bound=Value)
 Effects = tuple[Effect, ...]
-Handler = Callable[[Any, Any], tuple[Any, Effects]]
+E = TypeVar("E", bound=Effects)
+Handler = Callable[[Any, Any], tuple[Any, Any]]
 Pair = tuple[enum.Enum, type[Event]]
 
-NO_EFFECTS: Effects = ()
+NO_EFFECTS: Any = ()
+"""Whatever the effects of a machine are, it may have none."""
 
 
 class ProtocolError(Exception):
@@ -103,8 +105,9 @@ def pairs(states: Iterable[enum.Enum], events: Iterable[type[Event]], reason: st
 TERMINAL_REASON = "terminal states absorb"
 
 
-class Machine(Generic[V]):
-    """A checked declaration. `step` is the only way to run it.
+class Machine(Generic[V, E]):
+    """A checked declaration. `step` is the only way to run it. `V` is its value; `E` lists its effects, so that whoever
+    executes them can show that none is left out.
 
     Args:
         name: as it appears in traces and diagrams.
@@ -140,7 +143,7 @@ class Machine(Generic[V]):
         if defects:
             raise TableError(name, defects)
 
-    def step(self, value: V, event: Event) -> tuple[V, Effects]:
+    def step(self, value: V, event: Event) -> tuple[V, E]:
         """The next value and what to do. Pure.
 
         Raises:
@@ -149,7 +152,7 @@ class Machine(Generic[V]):
         pair = (value.state, event.__class__)
         transition = self.table.get(pair)
         if transition is not None:
-            result: tuple[V, Effects] = transition.handler(value, event)
+            result: tuple[V, E] = transition.handler(value, event)
             if result[0].state in transition.targets:
                 return result
             raise ProtocolError(

@@ -31,11 +31,11 @@ The bound. Renewals end at `latest_ns`: a reader that never reads cannot pin our
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from statemachine.kernel import NO_EFFECTS, Effect, Effects, Event, Machine, MachineState, pairs, to
+from statemachine.kernel import NO_EFFECTS, Effect, Event, Machine, MachineState, pairs, to
 
 
 class LeaseName(NamedTuple):
@@ -194,6 +194,9 @@ class FreeBlocks(Effect, frozen=True, kw_only=True):
     expired: bool
 
 
+Effects: TypeAlias = tuple[StartLeaseTimer | FreeBlocks, ...]
+
+
 def _is_read(lease: Lease) -> bool:
     return bool(lease.holders) and all(holder.is_complete for holder in lease.holders)
 
@@ -268,7 +271,7 @@ def _end_unlent(lease: Lease, event: Withdrawn | Superseded) -> tuple[Lease, Eff
 
 _COMPUTING, _HELD = State.COMPUTING, State.HELD
 
-MACHINE: Machine[Lease] = Machine(
+MACHINE: Machine[Lease, Effects] = Machine(
     name="lease",
     states=State,
     initial=_COMPUTING,

@@ -27,13 +27,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
-from typing import TypeAlias
+from typing import TypeAlias, assert_never
 
 import msgspec
 
 from statemachine import lease as machine
 from statemachine.deadlines import Deadlines
-from statemachine.kernel import Effect, Effects, Event
+from statemachine.kernel import Effect, Event
 from statemachine.lease import NOTIFIERS, Lease, LeaseName
 from statemachine.outcome import Outcome
 from statemachine.trace import Observer
@@ -469,13 +469,15 @@ class Lending:
             if after.state is machine.State.EXPIRED and (readers := _readers(after)):
                 self._readers_of_expired[name] = readers
 
-    def _execute(self, name: LeaseName, effects: Effects) -> None:
+    def _execute(self, name: LeaseName, effects: machine.Effects) -> None:
         for effect in effects:
             match effect:
                 case machine.StartLeaseTimer(deadline_ns=deadline_ns):
                     self._timers.set(name, deadline_ns)
                 case machine.FreeBlocks(expired=expired):
                     self._outcome.effects.append(FreeBlocks(lease=name, expired=expired))
+                case _:
+                    assert_never(effect)
 
     def _forget(self, name: LeaseName, why: str) -> None:
         del self._leases[name]

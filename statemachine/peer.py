@@ -36,10 +36,12 @@ request, and each new connection keeps a file descriptor open on both sides (doc
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import msgspec
 
 from statemachine.failures import BadParams, Failure, Incompatible, PeerRetired
-from statemachine.kernel import NO_EFFECTS, Effect, Effects, Event, Machine, MachineState, pairs, to
+from statemachine.kernel import NO_EFFECTS, Effect, Event, Machine, MachineState, pairs, to
 
 LOSSES_BEFORE_BACKOFF = 1
 """So many connections in a row may be lost without having been of use before the next one has to wait."""
@@ -155,6 +157,11 @@ class Abandon(Effect, frozen=True, kw_only=True):
     failure: Failure
 
 
+Effects: TypeAlias = tuple[
+    StartHandshake | AnnounceReady | AnnounceFailed | StartBackoff | DrainReads | TearDown | Abandon, ...
+]
+
+
 def _start(peer: Peer, event: Wanted | TornDown) -> tuple[Peer, Effects]:
     return msgspec.structs.replace(peer, state=State.HANDSHAKING, is_wanted=False), (StartHandshake(),)
 
@@ -261,7 +268,7 @@ _RESULTS = (HandshakeSucceeded, HandshakeFailed)
 _WITHOUT_CONNECTION = (_IDLE, _HANDSHAKING, _BACKOFF, _INCOMPATIBLE)
 _GIVING_UP = (_DRAINING, _DISCONNECTING)
 
-MACHINE: Machine[Peer] = Machine(
+MACHINE: Machine[Peer, Effects] = Machine(
     name="peer",
     states=State,
     initial=_IDLE,

@@ -33,6 +33,8 @@ have given the blocks up. By then every READ of the attempt is quiescent, so num
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import msgspec
 
 from statemachine.failures import (
@@ -45,7 +47,7 @@ from statemachine.failures import (
     Quarantined,
     is_transport_lost,
 )
-from statemachine.kernel import NO_EFFECTS, Effect, Effects, Event, Machine, MachineState, pairs, to
+from statemachine.kernel import NO_EFFECTS, Effect, Event, Machine, MachineState, pairs, to
 from statemachine.lease import LeaseName
 
 
@@ -201,6 +203,9 @@ class Report(Effect, frozen=True, kw_only=True):
     into the destination blocks, which must not return to the pool."""
 
     failure: Failure | None
+
+
+Effects: TypeAlias = tuple[PostReads | AskForProof | StartQuiesceTimer | AwaitPeer | Report, ...]
 
 
 # --- handlers -------------------------------------------------------------------------------------------------------
@@ -360,7 +365,7 @@ def _quarantine(request: Request, event: QuiesceTimeout) -> tuple[Request, Effec
 _PENDING, _READING, _PROVING, _DRAINING = State.PENDING_HANDSHAKE, State.READING, State.PROVING, State.DRAINING
 _DONE, _FAILED, _EXPIRED = State.DONE, State.FAILED, State.EXPIRED
 
-MACHINE: Machine[Request] = Machine(
+MACHINE: Machine[Request, Effects] = Machine(
     name="request",
     states=State,
     initial=_PENDING,

@@ -41,7 +41,7 @@ looked at. A connection concerns those who share its place.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from statemachine import request
 from statemachine.deadlines import Deadlines
@@ -219,6 +219,9 @@ class Refuse(Effect, frozen=True, kw_only=True):
     ended: request.Request
 
 
+RosterEffect: TypeAlias = Admit | HandOver | TellNotNeeded | NoteQuarantine | Retire | Recall | Refuse
+
+
 # --- the core -------------------------------------------------------------------------------------------------------
 
 
@@ -292,9 +295,9 @@ class Roster:
         """Never earlier than `idle_ns` after the event that brought it: who is admitted moves no deadline forward."""
         return self._timers.next_ns()
 
-    def advance(self, now_ns: int) -> list[Effect]:
+    def advance(self, now_ns: int) -> list[RosterEffect]:
         """Retire who has been idle for too long."""
-        effects: list[Effect] = []
+        effects: list[RosterEffect] = []
         while (key := self._timers.take_due(now_ns)) is not None:
             entry, member = self._entries[key], self._member(key)
             idle_until_ns = entry.asked_ns + self._idle_ns
@@ -306,7 +309,7 @@ class Roster:
                 self._timers.set(key, now_ns + self._idle_ns)
         return effects
 
-    def handle(self, event: Event, now_ns: int) -> list[Effect]:
+    def handle(self, event: Event, now_ns: int) -> list[RosterEffect]:
         """Take one event in; returns what to do, in order."""
         match event:
             case Asked():
@@ -343,10 +346,10 @@ class Roster:
 
     # --- who is admitted --------------------------------------------------------------------------------------------
 
-    def _ask(self, asked: Asked, now_ns: int) -> list[Effect]:
+    def _ask(self, asked: Asked, now_ns: int) -> list[RosterEffect]:
         key, message = asked.key, asked.message
         entry = self._entries.get(key)
-        effects: list[Effect] = []
+        effects: list[RosterEffect] = []
         if self._stopped is not None and (entry is None or asked.is_awaited):
             return self._turn_away(asked, self._stopped)
         if asked.is_awaited and self._quarantine.is_full:
@@ -372,19 +375,19 @@ class Roster:
         effects.append(HandOver(key=key, message=message))
         return effects
 
-    def _turn_away(self, asked: Asked, failure: Failure) -> list[Effect]:
+    def _turn_away(self, asked: Asked, failure: Failure) -> list[RosterEffect]:
         if not asked.is_awaited:
             return []
         self._of_request.pop(asked.request_id, None)  # it is there if a member has ended without hearing of it
         failed = request.PeerFailed(failure=failure)
         return [_refuse(asked, asked.request_id, asked.lease, asked.key.engine_id, failed)]
 
-    def _turn_away_for_now(self, asked: Asked, entry: _Entry | None, failure: Failure) -> list[Effect]:
+    def _turn_away_for_now(self, asked: Asked, entry: _Entry | None, failure: Failure) -> list[RosterEffect]:
         """It may not be read at present. A member that has heard of the request holds the lease for it."""
         refused = self._turn_away(asked, failure)
         return refused if entry is None else [*refused, TellNotNeeded(key=asked.key, message=asked.message)]
 
-    def _keep_aside(self, owner: tuple[PeerKey, str], blocks: int) -> list[Effect]:
+    def _keep_aside(self, owner: tuple[PeerKey, str], blocks: int) -> list[RosterEffect]:
         """So many blocks of a request are in quarantine now."""
         quarantine = self._quarantine
         was_full = quarantine.is_full
@@ -394,7 +397,7 @@ class Roster:
         limit = quarantine.limit_blocks
         return [NoteQuarantine(is_full=quarantine.is_full, blocks=quarantine.blocks, limit_blocks=limit)]
 
-    def _make_room(self, *, takes_connected: bool) -> list[Effect]:
+    def _make_room(self, *, takes_connected: bool) -> list[RosterEffect]:
         """Retire one member; no effect if there is none that may go."""
         found: tuple[bool, int, PeerKey] | None = None
         for key, entry in self._entries.items():
@@ -416,8 +419,8 @@ class Roster:
             return []
         return [other for other in self._at_place[entry.place] if other.engine_id != key.engine_id]
 
-    def _retire(self, keys: Iterable[PeerKey]) -> list[Effect]:
-        effects: list[Effect] = []
+    def _retire(self, keys: Iterable[PeerKey]) -> list[RosterEffect]:
+        effects: list[RosterEffect] = []
         for key in keys:
             entry = self._entries[key]
             if not entry.is_retired:

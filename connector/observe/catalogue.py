@@ -131,7 +131,7 @@ def reasons(state: object) -> tuple[str, ...]:
     return (NO_REASON,)
 
 
-def living_states(machine: Machine[Any]) -> tuple[str, ...]:
+def living_states(machine: Machine[Any, Any]) -> tuple[str, ...]:
     """Those in which an instance can stay."""
     return tuple(state.value for state in machine.states if state not in machine.terminal)
 

@@ -45,7 +45,7 @@ from statemachine import hold, lease, peer, request
 from statemachine.kernel import Event, Machine
 from statemachine.trace import TransitionRecord
 
-_BY_NAME: dict[str, Machine[Any]] = {machine.name: machine for machine in MACHINES}
+_BY_NAME: dict[str, Machine[Any, Any]] = {machine.name: machine for machine in MACHINES}
 
 Located: TypeAlias = tuple[Path | None, int, TransitionRecord]
 """File, line (from 1), and what stands there. Records that come from no file count as its lines."""

@@ -11,7 +11,7 @@ from typing import Any
 from statemachine import hold, lease, peer, request
 from statemachine.kernel import Machine
 
-MACHINE_OF: dict[type[Any], Machine[Any]] = {
+MACHINE_OF: dict[type[Any], Machine[Any, Any]] = {
     request.Request: request.MACHINE,
     hold.Hold: hold.MACHINE,
     peer.Peer: peer.MACHINE,
@@ -20,7 +20,7 @@ MACHINE_OF: dict[type[Any], Machine[Any]] = {
 """By the type of its values. Further machines (departure, draining, introductions) are of whole engines, and have no
 records."""
 
-MACHINES: tuple[Machine[Any], ...] = tuple(MACHINE_OF.values())
+MACHINES: tuple[Machine[Any, Any], ...] = tuple(MACHINE_OF.values())
 
 TERMINAL: dict[str, frozenset[str]] = {
     machine.name: frozenset(state.value for state in machine.terminal) for machine in MACHINES

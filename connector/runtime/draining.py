@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 import trio
 
@@ -26,7 +26,7 @@ from connector.wire.bounded import DecodeFailed
 from connector.wire.control import encode_request
 from statemachine import draining as machine
 from statemachine.draining import Draining, State
-from statemachine.kernel import Effect, Event
+from statemachine.kernel import Event
 
 COUNT_SECONDS = 0.02
 TELL_SECONDS = 2.0
@@ -156,7 +156,7 @@ class EngineDraining:
         except Exception as error:
             self._log_crash("draining", error)
 
-    def _execute(self, effect: Effect) -> None:
+    def _execute(self, effect: machine.TellWorkers | machine.SayDraining | machine.SayDrained) -> None:
         match effect:
             case machine.TellWorkers():
                 self._begun.set()
@@ -164,6 +164,8 @@ class EngineDraining:
                 self._say_draining()
             case machine.SayDrained(lent=lent):
                 self._say_drained(lent)
+            case _:
+                assert_never(effect)
 
     def _say_draining(self) -> None:
         value = self.value

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from typing import assert_never
 
 import trio
 
@@ -22,7 +23,7 @@ from connector.wire.bounded import DecodeFailed
 from connector.wire.handshake import decode_advertisement, encode_request
 from statemachine import introduction as core
 from statemachine.introduction import IntroductionLimits, Introductions
-from statemachine.kernel import Effect, Event
+from statemachine.kernel import Event
 from statemachine.roster import PeerKey
 
 MEETING_TIMEOUTS = 3
@@ -121,13 +122,13 @@ class Introducer:
         engine_id = value.engine.engine_id if isinstance(value.engine, PeerKey) else ""
         return PlaceRow(place=place, state=value.state.value, engine_id=engine_id, problem=value.problem or "")
 
-    def _feed(self, event: Event) -> list[Effect]:
+    def _feed(self, event: Event) -> list[core.CoreEffect]:
         """Returns what was carried out because of it."""
         effects = self._core.handle(event, self._clock.now_ns())
         self._carry_out(effects)
         return effects
 
-    def _carry_out(self, effects: list[Effect]) -> None:
+    def _carry_out(self, effects: list[core.CoreEffect]) -> None:
         for effect in effects:
             match effect:
                 case core.AskWho(place=place):
@@ -152,6 +153,8 @@ class Introducer:
                 case core.SayForgotten(place=place, unmet_ns=unmet_ns):
                     seconds = unmet_ns / NS_PER_SECOND
                     self._say(f"{place} is forgotten: nobody could be met there for {seconds:.0f} s")
+                case _:
+                    assert_never(effect)
         self._attention.set()
 
     async def _ask_who(self, place: str) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import assert_never
 
 import msgspec
 import trio
@@ -64,7 +65,7 @@ from connector.wire.administration import Meet, MeetReport
 from connector.wire.inspection import EngineFacts
 from statemachine import roster
 from statemachine.failures import ActorCrashed, ConnectorStopped, Failure
-from statemachine.kernel import Effect, Event
+from statemachine.kernel import Event
 from statemachine.lease import LeaseName
 from statemachine.quarantine import limit_of
 from statemachine.remote_engine import Recall, Retire, Stop
@@ -313,6 +314,8 @@ class Supervisor:
                 self._introduce()
             case SumsFound():
                 self._context.sums.deliver(command)
+            case _:
+                assert_never(command)
 
     def _route_notification(self, event: NotificationReceived) -> None:
         self._lease_keeper.notify(event.sender, event.message_untrusted)
@@ -373,7 +376,7 @@ class Supervisor:
                 self._introducer.note_lost(key)
         self._carry_out(self._roster.handle(event, self._context.clock.now_ns()))
 
-    def _carry_out(self, effects: list[Effect]) -> None:
+    def _carry_out(self, effects: list[roster.RosterEffect]) -> None:
         for effect in effects:
             match effect:
                 case roster.HandOver(key=key, message=command):
@@ -391,6 +394,8 @@ class Supervisor:
                 case roster.NoteQuarantine(is_full=is_full, blocks=blocks, limit_blocks=limit):
                     if self._context.event_log is not None:
                         self._context.event_log.quarantine(blocks, limit, is_full=is_full)
+                case _:
+                    assert_never(effect)
 
     def _admit(self, key: PeerKey, address: PeerAddress) -> None:
         assert self._nursery is not None

@@ -12,6 +12,7 @@ by the core: methods that lose a lease return its claim for that.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from typing import assert_never
 
 import msgspec
 
@@ -343,6 +344,8 @@ class Claims:
                 case hold.SayReleased():
                     if rank < self._ranks:  # there are fewer where P is not connected, or has come back smaller
                         self._dues.set((claim.lease, rank), 0)
+                case _:
+                    assert_never(effect)
 
     def ask_for_proof(self, lease: LeaseName, of_ns: int, now_ns: int) -> None:
         """Ask each rank at once that has not proven to have kept it until `of_ns`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, assert_never
 
 import msgspec
 
@@ -336,6 +336,8 @@ class RemoteEngine:
                     self._await_peer(request_id, now_ns)
                 case request.Report(failure=failure):
                     self._end_request(after, failure, now_ns)
+                case _:
+                    assert_never(effect)
 
     def _move_between_indexes(self, request_id: str, state: request.State) -> None:
         self._waiting.pop(request_id, None)
@@ -351,8 +353,9 @@ class RemoteEngine:
         del self._requests[request_id]
         self._waiting.pop(request_id, None)
         self._proving.pop(request_id, None)
-        for kind in ("deadline", "quiesce", "proof"):
-            self._timers.cancel((kind, request_id))
+        self._timers.cancel(("deadline", request_id))
+        self._timers.cancel(("quiesce", request_id))
+        self._timers.cancel(("proof", request_id))
         if ended.in_flight:
             self._connections.quarantine(request_id, ended.in_flight)
         report = Report(request_id=request_id, failure=failure, is_quarantined=bool(ended.in_flight))
@@ -465,6 +468,8 @@ class RemoteEngine:
                     self._tear_down(self._connections.current)
                 case peer.Abandon(failure=failure):
                     self._abandon(failure, now_ns)
+                case _:
+                    assert_never(effect)
 
     def _connect(self, event: Connected, now_ns: int) -> None:
         connection = Connection(event.connection, event.workers, is_builtin=event.is_builtin)
@@ -520,6 +525,8 @@ class RemoteEngine:
                     self._outcome.effects.append(NoteLeaving(grace_ns=self._departure.until_ns - now_ns))
                 case departure.LoseEverything():
                     self._lose_everything(cause or self._left(), now_ns)
+                case _:
+                    assert_never(effect)
 
     def _lose_everything(self, cause: Failure, now_ns: int) -> None:
         """The engine has left. What waits in the scheduler's queue is told when it starts."""
@@ -674,6 +681,8 @@ class RemoteEngine:
                 self._step_peer(peer.BackoffElapsed(), now_ns)
             case "drain":
                 self._step_peer(peer.QuiesceTimeout(), now_ns)
+            case _:
+                assert_never(kind)
 
     def _follow_up(self, now_ns: int) -> None:
         """After every event: what follows from the counts, and nobody may wait for something that will not come."""
@@ -733,11 +742,12 @@ class RemoteEngine:
             return None
         deadline_ns = self._timers.get(("deadline", request_id))
         entered_ns, until_ns = None, deadline_ns
-        timer, length_ns = {
-            request.State.DRAINING: ("quiesce", self._limits.quiesce_ns),
-            request.State.PROVING: ("proof", self._limits.lease_ns),
-        }.get(value.state, ("", 0))
-        if (ends_ns := self._timers.get((timer, request_id))) is not None:
+        ends_ns, length_ns = None, 0
+        if value.state is request.State.DRAINING:
+            ends_ns, length_ns = self._timers.get(("quiesce", request_id)), self._limits.quiesce_ns
+        elif value.state is request.State.PROVING:
+            ends_ns, length_ns = self._timers.get(("proof", request_id)), self._limits.lease_ns
+        if ends_ns is not None:
             entered_ns, until_ns = ends_ns - length_ns, ends_ns
         started_ns = deadline_ns - self._limits.request_ns if deadline_ns is not None else None
         return RequestView(
@@ -812,5 +822,5 @@ class RemoteEngine:
         return msgspec.structs.replace(value, last_completed_ns=last_completed_ns, age_ns=0)
 
 
-MACHINES: tuple[Machine[Any], ...] = (request.MACHINE, peer.MACHINE, hold.MACHINE, departure.MACHINE)
+MACHINES: tuple[Machine[Any, Any], ...] = (request.MACHINE, peer.MACHINE, hold.MACHINE, departure.MACHINE)
 """What is composed here."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -14,7 +14,10 @@ from statemachine.lease import LeaseName
 Address: TypeAlias = Hashable
 """Where the engine's side channel is; opaque to the core."""
 
-TimerKey: TypeAlias = tuple[str, Any]
+TimerKind: TypeAlias = Literal[
+    "deadline", "quiesce", "proof", "assumed", "over", "grace", "answer", "silence", "backoff", "again", "drain"
+]
+TimerKey: TypeAlias = tuple[TimerKind, Any]
 """What is waited for and whose: ("deadline" | "quiesce" | "proof", request id), ("assumed" | "over", lease),
 ("grace", connection), ("answer" | "silence", rank of P), ("backoff" | "again" | "drain", None)."""
 

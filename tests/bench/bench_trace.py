@@ -55,7 +55,7 @@ REQUEST_ID = "cmpl-3f0a4b0d5f9e4c8e8d7a-0-9b1c"
 LEASE = LeaseName(REQUEST_ID, 2**40)
 
 _FAR_NS = 2**62
-Life = tuple[Machine[Any], Any, list[Event]]
+Life = tuple[Machine[Any, Any], Any, list[Event]]
 
 LIVES: list[Life] = [
     (

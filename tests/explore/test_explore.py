@@ -129,7 +129,7 @@ class Patch:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch = monkeypatch
 
-    def handler(self, machine: Machine[Any], pair: Pair, handler: Handler) -> None:
+    def handler(self, machine: Machine[Any, Any], pair: Pair, handler: Handler) -> None:
         assert pair in machine.table
         self._monkeypatch.setitem(machine.table, pair, to(handler, *machine.states))
 

@@ -7,7 +7,7 @@ from typing import Any
 from statemachine.kernel import Machine, Pair, to
 
 
-def broken(machine: Machine[Any], pair: Pair, handler: Any, *targets: Any) -> Machine[Any]:
+def broken(machine: Machine[Any, Any], pair: Pair, handler: Any, *targets: Any) -> Machine[Any, Any]:
     """`machine` with another handler for one pair; the arrows of production's stay declared, for the kernel's sake."""
     targets = (*targets, *(machine.table[pair].targets if pair in machine.table else ()))
     terminal_pairs = {(state, event) for state in machine.terminal for event in machine.events}

@@ -14,7 +14,7 @@ from typing import Any
 from statemachine import hold, lease, peer, request
 from statemachine.kernel import Handler, Machine, Transition
 
-MACHINES: tuple[Machine[Any], ...] = (request.MACHINE, hold.MACHINE, peer.MACHINE, lease.MACHINE)
+MACHINES: tuple[Machine[Any, Any], ...] = (request.MACHINE, hold.MACHINE, peer.MACHINE, lease.MACHINE)
 
 TransitionKey = tuple[str, str, str]
 """Machine, state, event."""

@@ -242,7 +242,7 @@ def nothing(value: Any, event: Any) -> tuple[Any, Effects]:
     return value, NO_EFFECTS
 
 
-def replace(patch: Patch, machine: Machine[Any], pair: Pair, handler: Any) -> None:
+def replace(patch: Patch, machine: Machine[Any, Any], pair: Pair, handler: Any) -> None:
     """Another handler for one pair of a table, which may lead anywhere."""
     patch.setitem(machine.table, pair, to(handler, *machine.states))
 

@@ -31,7 +31,7 @@ def test_every_machine_that_is_declared_is_drawn() -> None:
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
-def test_every_transition_is_drawn(machine: Machine[Any]) -> None:
+def test_every_transition_is_drawn(machine: Machine[Any, Any]) -> None:
     drawn = {(source, target, event) for (source, target), events in arrows(machine).items() for event in events}
     declared = {
         (source, target, event.__name__)

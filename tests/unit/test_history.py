@@ -197,7 +197,7 @@ def on_rank(rank: int, end: str, kind: str | None = None, **fields: Any) -> list
 
 
 @pytest.mark.parametrize("machine", [request.MACHINE, hold.MACHINE, lease.MACHINE], ids=lambda machine: machine.name)
-def test_every_end_is_an_outcome_and_every_other_state_is_open(machine: Machine[Any]) -> None:
+def test_every_end_is_an_outcome_and_every_other_state_is_open(machine: Machine[Any, Any]) -> None:
     for state in (state.value for state in machine.states):
         (history,) = histories(records(machine.name, "D", "a", ((None, "Created", state),)))
         assert (history.outcome == "open") == (state not in TERMINAL[machine.name]), state

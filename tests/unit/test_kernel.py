@@ -85,7 +85,7 @@ IMPOSSIBLE = {
 }
 
 
-def declare(**changes: Any) -> Machine[Door]:
+def declare(**changes: Any) -> Machine[Door, Effects]:
     """The door, with parts of its declaration replaced."""
     declaration: dict[str, Any] = {
         "name": "door",
@@ -262,29 +262,29 @@ def test_a_terminal_state_absorbs_every_event() -> None:
 
 # --- the production machines as tables ------------------------------------------------------------------------------
 
-MACHINES: list[Machine[Any]] = [hold.MACHINE, lease.MACHINE, peer.MACHINE, request.MACHINE]
+MACHINES: list[Machine[Any, Any]] = [hold.MACHINE, lease.MACHINE, peer.MACHINE, request.MACHINE]
 each_machine = pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
 
 
 @each_machine
-def test_every_reason_says_something(machine: Machine[Any]) -> None:
+def test_every_reason_says_something(machine: Machine[Any, Any]) -> None:
     for reason in (*machine.ignored.values(), *machine.impossible.values()):
         assert len(reason.split()) >= 3
 
 
 @each_machine
-def test_every_event_means_something_somewhere(machine: Machine[Any]) -> None:
+def test_every_event_means_something_somewhere(machine: Machine[Any, Any]) -> None:
     assert {event for _, event in machine.table} == set(machine.events)
 
 
 @each_machine
-def test_targets_are_states_of_the_machine(machine: Machine[Any]) -> None:
+def test_targets_are_states_of_the_machine(machine: Machine[Any, Any]) -> None:
     for transition in machine.table.values():
         assert transition.targets <= set(machine.states)
 
 
 @each_machine
-def test_every_state_has_a_way_to_an_end(machine: Machine[Any]) -> None:
+def test_every_state_has_a_way_to_an_end(machine: Machine[Any, Any]) -> None:
     ends = set(machine.terminal)
     while True:
         before = len(ends)
@@ -295,7 +295,7 @@ def test_every_state_has_a_way_to_an_end(machine: Machine[Any]) -> None:
 
 
 @each_machine
-def test_events_are_frozen_and_told_apart_by_their_tag(machine: Machine[Any]) -> None:
+def test_events_are_frozen_and_told_apart_by_their_tag(machine: Machine[Any, Any]) -> None:
     names = [event.__name__ for event in machine.events]
     assert len(set(names)) == len(names)
     for event in machine.events:

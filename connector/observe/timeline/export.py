@@ -294,7 +294,7 @@ def _queued_us(history: History) -> int:
     return round((history.queued_seconds or 0.0) * US_PER_SECOND)
 
 
-def _chart(machine: Machine[Any]) -> MachineChart:
+def _chart(machine: Machine[Any, Any]) -> MachineChart:
     order = list(machine.states)
     events: dict[tuple[str, str], list[str]] = {}
     for (source, event), transition in machine.table.items():

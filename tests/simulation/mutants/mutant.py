@@ -23,7 +23,7 @@ from statemachine.kernel import Machine, to
 from tests.explore import Product
 from tests.simulation.faults import LEVEL1_KINDS, LEVEL2_KINDS, VLLM_KINDS, Fault, Kind, Plan, draw_plan
 
-MACHINES: tuple[Machine[Any], ...] = (
+MACHINES: tuple[Machine[Any, Any], ...] = (
     request.MACHINE,
     peer.MACHINE,
     hold.MACHINE,
@@ -130,7 +130,7 @@ class Patch:
         for machine in MACHINES:
             self._free(machine, function)
 
-    def _free(self, machine: Machine[Any], handler: FunctionType) -> None:
+    def _free(self, machine: Machine[Any, Any], handler: FunctionType) -> None:
         """A handler that has changed may lead to any state."""
         for pair, transition in list(machine.table.items()):
             if transition.handler is handler:
