@@ -52,10 +52,12 @@ from statemachine.quarantine import Quarantine
 
 
 class PeerKey(NamedTuple):
-    """A remote engine as requests describe it. `sizes`: those of its parallelism, as a client says them."""
+    """A remote engine as requests describe it, with the sizes of its parallelism as a client says them."""
 
     engine_id: str
-    sizes: tuple[int, ...]
+    tp_size: int
+    dcp_size: int
+    pp_size: int
 
 
 class Member(Protocol):
@@ -84,7 +86,6 @@ class Asked(Event, frozen=True, kw_only=True):
     Attributes:
         place: where the engine is said to be, as host:port.
         is_awaited: a report is awaited, so a refusal is one. Otherwise nobody misses what is not done.
-        is_needed: a request wants it; otherwise it is only to be met.
         age_ns: how long the engine has known the request.
         message: what it wants; opaque to the core.
     """
@@ -96,7 +97,14 @@ class Asked(Event, frozen=True, kw_only=True):
     is_awaited: bool
     message: Any
     age_ns: int = 0
-    is_needed: bool = True
+
+
+class MeetAsked(Event, frozen=True, kw_only=True):
+    """An engine is to be connected, although no request needs it yet. `place` and `message` are as in `Asked`."""
+
+    key: PeerKey
+    place: str
+    message: Any
 
 
 class AbortAsked(Event, frozen=True, kw_only=True):
@@ -256,13 +264,13 @@ class Roster:
     Args:
         members_max: how many members stay, at most. Those that were retired do not count.
         idle_ns: for how long a member is kept that is not connected and not asked for. It goes by twice that at the
-            latest.
+            latest. None: it is kept for ever.
         quarantine_blocks_max: see `quarantine.py`.
         member: how a member is asked; called only with keys of members.
     """
 
     def __init__(
-        self, *, members_max: int, idle_ns: int, quarantine_blocks_max: int, member: Callable[[PeerKey], Member]
+        self, *, members_max: int, idle_ns: int | None, quarantine_blocks_max: int, member: Callable[[PeerKey], Member]
     ) -> None:
         self._members_max = members_max
         self._idle_ns = idle_ns
@@ -275,7 +283,7 @@ class Roster:
         self._at_place: dict[str, dict[PeerKey, None]] = {}
         # The member of each request whose report is awaited.
         self._of_request: dict[str, PeerKey] = {}
-        # When to see whether a member is idle: one entry for each that stays.
+        # When to see whether a member is idle: one entry for each that stays; none if they are kept for ever.
         self._timers: Deadlines[PeerKey] = Deadlines()
         # Of all members, by member and request.
         self._quarantine = Quarantine(quarantine_blocks_max)
@@ -299,6 +307,7 @@ class Roster:
         """Retire who has been idle for too long."""
         effects: list[RosterEffect] = []
         while (key := self._timers.take_due(now_ns)) is not None:
+            assert self._idle_ns is not None
             entry, member = self._entries[key], self._member(key)
             idle_until_ns = entry.asked_ns + self._idle_ns
             if idle_until_ns > now_ns:
@@ -314,6 +323,9 @@ class Roster:
         match event:
             case Asked():
                 return self._ask(event, now_ns)
+            case MeetAsked():
+                if self._stopped is None or event.key in self._entries:
+                    return self._hand_over(event, now_ns, takes_connected=False)
             case RequestEnded(request_id=request_id):
                 self._of_request.pop(request_id, None)
             case AbortAsked(request_id=request_id, message=message):
@@ -347,9 +359,8 @@ class Roster:
     # --- who is admitted --------------------------------------------------------------------------------------------
 
     def _ask(self, asked: Asked, now_ns: int) -> list[RosterEffect]:
-        key, message = asked.key, asked.message
+        key = asked.key
         entry = self._entries.get(key)
-        effects: list[RosterEffect] = []
         if self._stopped is not None and (entry is None or asked.is_awaited):
             return self._turn_away(asked, self._stopped)
         if asked.is_awaited and self._quarantine.is_full:
@@ -357,23 +368,33 @@ class Roster:
             return self._turn_away_for_now(asked, entry, full)
         if asked.is_awaited and (blocks := self._quarantine.blocks_of((key, asked.request_id))):
             return self._turn_away_for_now(asked, entry, RequestIdInQuarantine(blocks=blocks))
+        effects = self._hand_over(asked, now_ns, takes_connected=True)
+        if not effects:
+            crowded = TooManyPeers(peer=key.engine_id, address=asked.place, limit=self._members_max)
+            return self._turn_away(asked, crowded)
+        if asked.is_awaited:
+            self._of_request[asked.request_id] = key
+        return effects
+
+    def _hand_over(self, asked: Asked | MeetAsked, now_ns: int, *, takes_connected: bool) -> list[RosterEffect]:
+        """Give the message to its member, which is admitted or recalled before, if need be. No effect if there is no
+        room. `takes_connected`: a connected member may be retired to make room."""
+        key, message = asked.key, asked.message
+        entry = self._entries.get(key)
+        effects: list[RosterEffect] = []
         is_recalled = entry is not None and entry.is_retired and self._member(key).may_be_recalled
         if entry is None or is_recalled:
             if self._staying >= self._members_max:
-                effects = self._make_room(takes_connected=asked.is_needed)
+                effects = self._make_room(takes_connected=takes_connected)
                 if not effects:
-                    crowded = TooManyPeers(peer=key.engine_id, address=asked.place, limit=self._members_max)
-                    return self._turn_away(asked, crowded)
+                    return []
             if is_recalled:
                 self._forget(key)
             self._enter(key, asked.place, now_ns)
             effects.append((Recall if is_recalled else Admit)(key=key, message=message))
         else:
             entry.asked_ns = now_ns
-        if asked.is_awaited:
-            self._of_request[asked.request_id] = key
-        effects.append(HandOver(key=key, message=message))
-        return effects
+        return [*effects, HandOver(key=key, message=message)]
 
     def _turn_away(self, asked: Asked, failure: Failure) -> list[RosterEffect]:
         if not asked.is_awaited:
@@ -436,7 +457,8 @@ class Roster:
         self._entries[key] = _Entry(place, now_ns)
         self._staying += 1
         self._at_place.setdefault(place, {})[key] = None
-        self._timers.set(key, now_ns + self._idle_ns)
+        if self._idle_ns is not None:
+            self._timers.set(key, now_ns + self._idle_ns)
 
     def _look_at(self, key: PeerKey, place: str) -> None:
         entry = self._entries.get(key)

@@ -136,14 +136,13 @@ class Introducer:
                         self._nursery.start_soon(self._ask_who, place)
                 case core.Meet(place=place, engine=engine):
                     host, port = split_place(place)
-                    tp_size, dcp_size, pp_size = engine.sizes
                     address = PeerAddress(
                         engine_id=engine.engine_id,
                         host=host,
                         port=port,
-                        tp_size=tp_size,
-                        dcp_size=dcp_size,
-                        pp_size=pp_size,
+                        tp_size=engine.tp_size,
+                        dcp_size=engine.dcp_size,
+                        pp_size=engine.pp_size,
                     )
                     self._meet(MeetPeer(peer=address))
                     if self._is_connected(engine):
@@ -187,5 +186,5 @@ class Introducer:
         if said.actor is None or said.metadata is None:
             return core.Failed(place=place, problem=BUILTIN)
         engine_id = said.metadata.engine_id
-        key = PeerKey(engine_id, (said.actor.tp_size, said.actor.dcp_size, said.actor.pp_size))
+        key = PeerKey(engine_id, said.actor.tp_size, said.actor.dcp_size, said.actor.pp_size)
         return core.Answered(place=place, engine=key, is_own=engine_id == self._own_engine_id)

@@ -248,9 +248,9 @@ class PeerActor:
 
     def _describe(self) -> str:
         """What the log calls the engine."""
-        names_and_sizes = zip(("TP", "DCP", "PP"), self._key.sizes, strict=True)
-        sizes = ", ".join(f"{name} {size}" for name, size in names_and_sizes if name == "TP" or size > 1)
-        return f"{self._key.engine_id} at {self.core.address} ({sizes})"
+        key = self._key
+        others = "".join(f", {name} {size}" for name, size in (("DCP", key.dcp_size), ("PP", key.pp_size)) if size > 1)
+        return f"{key.engine_id} at {self.core.address} (TP {key.tp_size}{others})"
 
     def _hear_all(self) -> None:
         if self._unheard and not self.core.takes_nobody:

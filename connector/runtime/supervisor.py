@@ -66,14 +66,10 @@ from connector.wire.inspection import EngineFacts
 from statemachine import roster
 from statemachine.failures import ActorCrashed, ConnectorStopped, Failure
 from statemachine.kernel import Event
-from statemachine.lease import LeaseName
 from statemachine.quarantine import limit_of
 from statemachine.remote_engine import Recall, Retire, Stop
 from statemachine.roster import PeerKey, Roster
 from statemachine.trace import StepSeen
-
-FOREVER_SECONDS = 3.2e9
-"""A hundred years: `engine_ttl` 0."""
 
 SHUTDOWN_GRACE_SECONDS = 2.0
 """How long a stop waits for READs in flight, and NIXL's thread for them after that, before the memory under them is
@@ -175,7 +171,7 @@ class Supervisor:
         )
         # Those of the members of the roster.
         self._peers: dict[PeerKey, PeerActor] = {}
-        self._idle_ns = to_ns(options.engine_ttl or FOREVER_SECONDS)
+        self._idle_ns = to_ns(options.engine_ttl) if options.engine_ttl > 0 else None
         self._roster = Roster(
             members_max=options.peer_limit,
             idle_ns=self._idle_ns,
@@ -211,7 +207,9 @@ class Supervisor:
                 nursery.start_soon(keep_running, "inspector", self._inspector.run, self._log_crash)
                 nursery.start_soon(keep_running, "held commands", self._held.run, self._log_crash)
                 self._introduce()
-                nursery.start_soon(keep_running, "retirement of idle peers", self._retire_idle, self._log_crash)
+                if self._idle_ns is not None:
+                    retire = partial(self._retire_idle, self._idle_ns)
+                    nursery.start_soon(keep_running, "retirement of idle peers", retire, self._log_crash)
                 task_status.started()
                 await self._stop_requested.wait()
                 await self._wind_down()
@@ -295,8 +293,8 @@ class Supervisor:
                 self._ask(command, is_awaited=is_awaited)
             case TrackLease():
                 self._ask(command, is_awaited=False)
-            case MeetPeer():
-                self._ask_to_meet(command)
+            case MeetPeer(peer=peer):
+                self._tell_roster(roster.MeetAsked(key=_key(peer), place=str(peer), message=command))
             case AbortPull(request_id=request_id):
                 self._tell_roster(roster.AbortAsked(request_id=request_id, message=command))
             case RejectPull(request_id=request_id, failure=failure):
@@ -353,20 +351,6 @@ class Supervisor:
         answer = self._introducer.name(message.places)
         self._introduce()
         return answer
-
-    def _ask_to_meet(self, command: MeetPeer) -> None:
-        peer = command.peer
-        self._tell_roster(
-            roster.Asked(
-                key=_key(peer),
-                place=str(peer),
-                request_id="",
-                lease=LeaseName("", 0),
-                is_awaited=False,
-                is_needed=False,
-                message=command,
-            )
-        )
 
     def _tell_roster(self, event: Event) -> None:
         match event:
@@ -440,8 +424,8 @@ class Supervisor:
             subject += f", engine {command.peer.engine_id} at {command.peer}"
         self._context.log_failure(f"{subject}, known for {command.age_seconds:.1f} s", ended.failure)
 
-    async def _retire_idle(self) -> None:
-        clock, idle_ns = self._context.clock, self._idle_ns
+    async def _retire_idle(self, idle_ns: int) -> None:
+        clock = self._context.clock
         while True:
             deadline_ns, now_ns = self._roster.next_deadline(), clock.now_ns()
             # Nothing can become due earlier: who is admitted meanwhile has `idle_ns` from then.
@@ -451,4 +435,4 @@ class Supervisor:
 
 
 def _key(peer: PeerAddress) -> PeerKey:
-    return PeerKey(peer.engine_id, (peer.tp_size, peer.dcp_size, peer.pp_size))
+    return PeerKey(peer.engine_id, peer.tp_size, peer.dcp_size, peer.pp_size)

@@ -37,7 +37,7 @@ class Two:
         return msgspec.structs.replace(self.ranks[0].address, tp_size=tp_size)
 
     def actor(self, tp_size: int) -> PeerActor:
-        (found,) = [each for key, each in self.d.supervisor._peers.items() if key.sizes[0] == tp_size]
+        (found,) = [each for key, each in self.d.supervisor._peers.items() if key.tp_size == tp_size]
         return found
 
     def begin(self, tp_size: int) -> str:

@@ -97,7 +97,7 @@ def worker() -> Inspector:
     return Inspector(
         facts=EngineFacts(),
         context=context,
-        peers={PeerKey("p", (1,)): actor},
+        peers={PeerKey("p", 1, 1, 1): actor},
         roster=known,
         lease_keeper=leases,
         control=control,

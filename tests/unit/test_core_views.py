@@ -152,7 +152,7 @@ def test_looking_changes_nothing(core: RemoteEngine) -> None:
 def test_the_roster_says_where_a_member_is_looked_for() -> None:
     core = RemoteEngine("p", "h:1", LIMITS)
     known = Roster(members_max=2, idle_ns=SECOND, quarantine_blocks_max=9, member=lambda key: core)
-    key = PeerKey("p", (1,))
+    key = PeerKey("p", 1, 1, 1)
     assert known.view(key) is None
     known.handle(
         roster.Asked(key=key, place="h:1", request_id="r", lease=LEASE, is_awaited=True, message=None), 4 * SECOND

@@ -156,7 +156,7 @@ def test_what_a_retired_actor_has_not_heard_goes_to_its_successor_before_what_wa
         pass
 
     retired = SimpleNamespace(run=run_nothing, recover=None, take_unheard=lambda: [unheard])
-    trio.run(supervisor._run_peer, PeerKey("p", (1, 1, 1)), retired)
+    trio.run(supervisor._run_peer, PeerKey("p", 1, 1, 1), retired)
     steps.over = 1
     actors.held._let_through()
     assert actors.told == [unheard, first, abort]

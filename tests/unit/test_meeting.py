@@ -94,7 +94,7 @@ def payload(**changes: Any) -> tuple[bytes, bytes]:
 
 def test_an_engine_is_met_in_the_sizes_that_it_says() -> None:
     told, looked_for, problem = ask_once(payload())
-    assert looked_for == [PeerKey(LAYOUT.engine_id, (4, 2, 3))]
+    assert looked_for == [PeerKey(LAYOUT.engine_id, 4, 2, 3)]
     assert [(each.peer.tp_size, each.peer.dcp_size, each.peer.pp_size) for each in told] == [(4, 2, 3)]
     assert problem == ""
 

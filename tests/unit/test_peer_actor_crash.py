@@ -50,7 +50,7 @@ def test_what_is_told_after_a_crash_waits_for_the_recovery() -> None:
     actor, core, woken = object.__new__(PeerActor), Core(), list[bool]()
     vars(actor).update(
         core=core,
-        _key=PeerKey("prefill", (1, 1, 1)),
+        _key=PeerKey("prefill", 1, 1, 1),
         _context=SimpleNamespace(
             clock=SimpleNamespace(now_ns=lambda: 0), recorder=SimpleNamespace(catch_up=lambda: None)
         ),
@@ -101,7 +101,7 @@ def test_who_came_too_late_does_not_wait_for_a_connection_that_stays() -> None:
     effects = (remote_engine.StartHandshake, remote_engine.TearDown, Report)
     vars(actor).update(
         core=core,
-        _key=PeerKey("prefill", (1, 1, 1)),
+        _key=PeerKey("prefill", 1, 1, 1),
         _context=SimpleNamespace(
             clock=SimpleNamespace(now_ns=lambda: now_ns),
             recorder=SimpleNamespace(catch_up=lambda: None),

@@ -22,6 +22,7 @@ from statemachine.roster import (
     Connecting,
     Ended,
     HandOver,
+    MeetAsked,
     NoteQuarantine,
     PeerKey,
     QuarantineBegan,
@@ -43,8 +44,8 @@ STOPPED = ConnectorStopped(detail="it is shutting down")
 BAD = BadParams(field="remote_port", expected="an integer", found="'x'")
 
 
-def key(engine_id: str, *sizes: int) -> PeerKey:
-    return PeerKey(engine_id, sizes)
+def key(engine_id: str, tp_size: int = 1) -> PeerKey:
+    return PeerKey(engine_id, tp_size, 1, 1)
 
 
 @dataclass
@@ -60,12 +61,12 @@ class Driver:
     """A roster, and members whose state a test sets. Carries out what it says: a member that is retired lives on
     until the test ends it."""
 
-    def __init__(self, members_max: int = 100, quarantine_blocks_max: int = 100) -> None:
+    def __init__(self, members_max: int = 100, quarantine_blocks_max: int = 100, idle_ns: int | None = IDLE_NS) -> None:
         self.members: dict[PeerKey, State] = {}
         self.questions = 0
         self.roster = Roster(
             members_max=members_max,
-            idle_ns=IDLE_NS,
+            idle_ns=idle_ns,
             quarantine_blocks_max=quarantine_blocks_max,
             member=self._member,
         )
@@ -86,7 +87,6 @@ class Driver:
         request_id: str = "r",
         place: str = "",
         is_awaited: bool = True,
-        is_needed: bool = True,
     ) -> list[Effect]:
         asked = Asked(
             key=key,
@@ -94,10 +94,12 @@ class Driver:
             request_id=request_id,
             lease=LEASE,
             is_awaited=is_awaited,
-            is_needed=is_needed,
             message=request_id,
         )
         return self.tell(asked, now_ns)
+
+    def meet(self, key: PeerKey, now_ns: int, place: str = "") -> list[Effect]:
+        return self.tell(MeetAsked(key=key, place=place or f"{key.engine_id}:1", message="meet"), now_ns)
 
     def tell(self, event: Event, now_ns: int = 0) -> list[Effect]:
         if isinstance(event, Ended):
@@ -134,8 +136,8 @@ def test_who_is_asked_for_is_admitted_once_and_gets_every_message() -> None:
 
 def test_who_says_other_sizes_gets_another_member() -> None:
     drive = Driver()
-    drive.ask(key("a", 1, 1))
-    assert drive.ask(key("a", 2, 1))[0] == Admit(key=key("a", 2, 1), message="r")
+    drive.ask(key("a", 1))
+    assert drive.ask(key("a", 2))[0] == Admit(key=key("a", 2), message="r")
 
 
 def test_a_newcomer_is_refused_when_all_are_in_use() -> None:
@@ -167,6 +169,8 @@ def test_after_the_stop_only_who_is_known_gets_messages() -> None:
     drive.tell(Stopped(failure=STOPPED))
     drive.tell(Stopped(failure=ConnectorStopped(detail="and again")))
     assert drive.ask(A, is_awaited=False) == [HandOver(key=A, message="r")]
+    assert drive.meet(A, 0) == [HandOver(key=A, message="meet")]
+    assert drive.meet(B, 0) == []
     for each in (A, B):
         (refused,) = drive.ask(each)
         assert isinstance(refused, Refuse)
@@ -210,9 +214,9 @@ def test_none_that_is_connected_makes_room_for_one_that_is_only_to_be_met() -> N
     drive.ask(A, 0)
     drive.ask(B, 1)
     drive.connect(A)
-    assert retired(drive.ask(C, 2, is_awaited=False, is_needed=False)) == ["b"]
+    assert retired(drive.meet(C, 2)) == ["b"]
     drive.connect(C)
-    assert drive.ask(D, 3, is_awaited=False, is_needed=False) == []
+    assert drive.meet(D, 3) == []
     assert retired(drive.ask(D, 4, is_awaited=False)) == ["a"], "a request in the queue needs it"
 
 
@@ -316,6 +320,13 @@ def test_what_comes_late_of_a_member_that_has_ended_changes_nothing() -> None:
 
 
 # --- who is idle ----------------------------------------------------------------------------------------------------
+
+
+def test_without_a_time_to_live_members_are_kept_for_ever() -> None:
+    drive = Driver(idle_ns=None)
+    drive.ask(A, 0)
+    assert drive.roster.next_deadline() is None
+    assert drive.roster.advance(10**30) == []
 
 
 def test_a_member_that_nobody_asks_for_is_retired() -> None:
@@ -580,13 +591,13 @@ class Orders(RuleBasedStateMachine):
     def meet(self, key: PeerKey, place: str) -> None:
         """Nobody needs it."""
         self.now_ns += 1
-        drive, handed = self.drive, HandOver(key=key, message="r")
+        drive, handed = self.drive, HandOver(key=key, message="meet")
         staying = self.staying()
         free = [each for each in staying if drive.members[each].is_unused and not drive.members[each].is_connected]
         free.sort(key=lambda each: self.asked_ns[each])
         is_known, has_room = self.is_known(key), len(staying) < self.LIMIT
-        begins = self.begins(key)
-        effects = drive.ask(key, self.now_ns, place=place, is_awaited=False, is_needed=False)
+        begins = self.begins(key, "meet")
+        effects = drive.meet(key, self.now_ns, place)
         if is_known:
             assert effects == [handed]
             self.asked_ns[key] = self.now_ns
@@ -602,8 +613,8 @@ class Orders(RuleBasedStateMachine):
         """Whether there is a member that takes it in."""
         return key in self.drive.members and not (key in self.leaving and self.drive.members[key].may_be_recalled)
 
-    def begins(self, key: PeerKey) -> Effect:
-        return Recall(key=key, message="r") if key in self.drive.members else Admit(key=key, message="r")
+    def begins(self, key: PeerKey, message: str = "r") -> Effect:
+        return Recall(key=key, message=message) if key in self.drive.members else Admit(key=key, message=message)
 
     @rule(key=KEYS, place=PLACES)
     def ask(self, key: PeerKey, place: str) -> None:

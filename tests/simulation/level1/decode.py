@@ -646,7 +646,7 @@ class DecodeRank:
         prompt = pull.prompt
         return self.tell_roster(
             roster.Asked(
-                key=PeerKey(prompt.life.engine_id, prompt.sizes),
+                key=PeerKey(prompt.life.engine_id, prompt.tp_size, 1, 1),
                 place=prompt.engine.name,
                 request_id=pull.request_id,
                 lease=pull.lease,

@@ -58,7 +58,7 @@ class Prompt:
         askers: processes that have asked to hold it and have not released it since.
         notifiers: senders of notifications that have reached P.
         is_superseded: the engine has used its id again, and has freed it by itself.
-        sizes: by which requests describe its engine.
+        tp_size: by which requests describe its engine.
         pulls: the requests that came of it.
     """
 
@@ -87,8 +87,8 @@ class Prompt:
         "promised_ns",
         "pulls",
         "request_id",
-        "sizes",
         "touched_ns",
+        "tp_size",
     )
 
     life: PrefillLife
@@ -114,7 +114,7 @@ class Prompt:
         self.decodes = decodes
         self.content = content
         describes_twice = engine.is_builtin and engine.world.cluster.describes_twice
-        self.sizes = (content % 2,) if describes_twice else ()
+        self.tp_size = 1 + content % 2 if describes_twice else 1
         self.block_count = block_count
         self.is_probe = is_probe
         self.request_id = f"{engine.name}-r{content}"

@@ -16,7 +16,7 @@ MUTANTS = (
         rule="alike descriptions",
         row=68,
         broken="requests that say different sizes of an engine share one connection",
-        changes=(Edit(supervisor._key, "(peer.tp_size, peer.dcp_size, peer.pp_size)", "(1, 1, 1)"),),
+        changes=(Edit(supervisor._key, "peer.tp_size, peer.dcp_size, peer.pp_size", "1, 1, 1"),),
         place=level2("isolation", *WRONG_SIZES),
     ),
     Mutant(
@@ -24,14 +24,18 @@ MUTANTS = (
         rule="a limit to members",
         row=50,
         broken="more remote engines are kept than the options allow",
-        changes=(Edit(Roster._ask, "if self._staying >= self._members_max:", "if False:"),),
+        changes=(Edit(Roster._hand_over, "if self._staying >= self._members_max:", "if False:"),),
         place=level2("leaks", *REPLACEMENTS),
     ),
     Mutant(
         name="who would not end is not recalled",
         broken="an engine that was retired while its READs hang is refused for as long as they do",
         changes=(
-            Edit(Roster._ask, "entry is not None and entry.is_retired and self._member(key).may_be_recalled", "False"),
+            Edit(
+                Roster._hand_over,
+                "entry is not None and entry.is_retired and self._member(key).may_be_recalled",
+                "False",
+            ),
         ),
         place=ByTest(
             "tests/actors/test_quiescence.py::"
@@ -71,7 +75,7 @@ MUTANTS = (
         name="the latest first",
         rule="a limit to members",
         broken="that a member was asked for again is not noted",
-        changes=(Edit(Roster._ask, "entry.asked_ns = now_ns", "pass"),),
+        changes=(Edit(Roster._hand_over, "entry.asked_ns = now_ns", "pass"),),
         place=ByTest(f"{ROSTER}::test_the_unused_member_that_was_asked_for_longest_ago_makes_room"),
     ),
     Mutant(
