@@ -71,28 +71,23 @@ FORGOTTEN_AT_A_TIME = 2
 """Addresses that are looked at for each new one."""
 
 
-class AdmissionLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Attributes:
-    connections_max: open at a time.
-    unfinished_bytes_max: that a connection may have received beyond its whole messages, and that the transport has
-        read. These are bytes on the wire; of
-        empty frames, which have two, ZMQ keeps 32 times as much.
-    waiting_bytes_max: so much more, if a message of it was taken since it was measured.
-    unfinished_bytes_total_max: the same of all together; 32 times as much is 256 MiB.
-    common_units: the common allowance when it is full; `common_units_per_second` is what comes back.
-    newcomer_units: a connection's own allowance at first; it grows by `own_units_per_second` up to `own_units`.
-    dropped_max, dropped_per_second: messages that are dropped before their connection is cut off, as an allowance.
-    connects, connects_per_second: connections of one address, as an allowance.
-    left_frames, left_frames_per_second: frames of messages that have too many, and that were dropped after the
-        connections of an address had ended, as an allowance.
-    shut_out_ns: how long an address is shut out the first time; twice as long each time, up to `shut_out_ns_max`, until
-        nothing was held against it for that long.
-    addresses_max: addresses that are remembered.
+class AdmissionRates(msgspec.Struct, frozen=True, kw_only=True):
+    """The limits that are alike for every listener.
+
+    Attributes:
+        unfinished_bytes_total_max: that all connections together may have received beyond their whole messages. In
+            memory, ZMQ keeps up to 32 times as much: 256 MiB.
+        common_units: the common allowance when it is full; `common_units_per_second` is what comes back.
+        newcomer_units: a connection's own allowance at first; it grows by `own_units_per_second` up to `own_units`.
+        dropped_max, dropped_per_second: messages that are dropped before their connection is cut off, as an allowance.
+        connects, connects_per_second: connections of one address, as an allowance.
+        left_frames, left_frames_per_second: frames of messages that have too many, and that were dropped after the
+            connections of an address had ended, as an allowance.
+        shut_out_ns: how long an address is shut out the first time; twice as long each time, up to `shut_out_ns_max`,
+            until nothing was held against it for that long.
+        addresses_max: addresses that are remembered.
     """
 
-    connections_max: int
-    unfinished_bytes_max: int
-    waiting_bytes_max: int
     unfinished_bytes_total_max: int = 8 << 20
     common_units: int = 20_000
     common_units_per_second: int = 20_000
@@ -108,6 +103,22 @@ class AdmissionLimits(msgspec.Struct, frozen=True, kw_only=True):
     shut_out_ns: int = NS_PER_SECOND // 2
     shut_out_ns_max: int = 30 * NS_PER_SECOND
     addresses_max: int = 4_096
+
+
+class AdmissionLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """The limits of one listener.
+
+    Attributes:
+        connections_max: open at a time.
+        unfinished_bytes_max: bytes on the wire that a connection may have sent beyond its whole messages, and that the
+            transport has read. An empty frame has two bytes there, for which ZMQ keeps 32 times as much.
+        waiting_bytes_max: so much more, if a message of the connection was taken since it was measured.
+    """
+
+    connections_max: int
+    unfinished_bytes_max: int
+    waiting_bytes_max: int
+    rates: AdmissionRates = AdmissionRates()
 
 
 class Verdict(enum.Enum):
@@ -206,7 +217,8 @@ class Admission:
 
     def __init__(self, limits: AdmissionLimits, now_ns: int = 0) -> None:
         self._limits = limits
-        self._common = Allowance(limits.common_units, limits.common_units, limits.common_units_per_second, now_ns)
+        self._rates = rates = limits.rates
+        self._common = Allowance(rates.common_units, rates.common_units, rates.common_units_per_second, now_ns)
         # Messages since connections were measured last, of none that is known.
         self._dropped_of_nobody = 0
         # Those that are open and were not cut off.
@@ -228,7 +240,7 @@ class Admission:
 
     def opened(self, connection: int, address: str, now_ns: int) -> list[CutOff]:
         """A connection was accepted; its number was never used before."""
-        limits = self._limits
+        limits, rates = self._limits, self._rates
         known = self._meet(address, now_ns)
         if self.is_shut_out(address, now_ns):
             return [CutOff(connection, address, SHUT_OUT)]
@@ -236,8 +248,8 @@ class Admission:
             return [CutOff(connection, address, TOO_OFTEN)]
         known.connects.spend(1)
         cut_off = [self._cut_off_one(TOO_MANY)] if len(self._connections) >= limits.connections_max else []
-        own = Allowance(limits.newcomer_units, limits.own_units, limits.own_units_per_second, now_ns)
-        drops = Allowance(limits.dropped_max, limits.dropped_max, limits.dropped_per_second, now_ns)
+        own = Allowance(rates.newcomer_units, rates.own_units, rates.own_units_per_second, now_ns)
+        drops = Allowance(rates.dropped_max, rates.dropped_max, rates.dropped_per_second, now_ns)
         self._connections[connection] = _Connection(address, own, drops)
         self._strange[connection] = None
         known.open[connection] = None
@@ -263,8 +275,8 @@ class Admission:
     def measured(self, received: Iterable[tuple[int, int, int]], now_ns: int, untaken: Untaken) -> list[CutOff]:
         """So many bytes each of these connections has received since it was opened, and so many of them the transport
         has not read yet. Over the others nothing has come since they were measured."""
-        limits = self._limits
-        is_flooded = self._dropped_of_nobody > limits.dropped_max
+        limits, rates = self._limits, self._rates
+        is_flooded = self._dropped_of_nobody > rates.dropped_max
         unheard_bytes_max = UNHEARD_BYTES_IN_A_FLOOD if is_flooded else limits.unfinished_bytes_max
         self._dropped_of_nobody = 0
         cut_off = []
@@ -294,7 +306,7 @@ class Admission:
                 cut_off.append(self._cut_off_for_cause(connection, ENDLESS, now_ns))
         if untaken is not Untaken.ALL:
             self._left_bytes = 0
-        if self._unfinished_bytes + self._left_bytes > limits.unfinished_bytes_total_max:
+        if self._unfinished_bytes + self._left_bytes > rates.unfinished_bytes_total_max:
             cut_off += self._end_most() if untaken is Untaken.ALL else self._end_largest(now_ns)
         return cut_off
 
@@ -336,7 +348,7 @@ class Admission:
         others = [each for each in known.open if known.has_swamped or each in self._strange]
         known.has_swamped = True
         known.strikes = SHUT_OUT_DOUBLINGS_MAX
-        known.shut_out_until_ns = now_ns + self._limits.shut_out_ns_max
+        known.shut_out_until_ns = now_ns + self._rates.shut_out_ns_max
         ended = [each for each in dict.fromkeys([connection, *others]) if each in known.open]
         return [self._cut_off(each, MANY_FRAMES) for each in ended]
 
@@ -375,7 +387,7 @@ class Admission:
         """Until what is unfinished is not too much."""
         cut_off = []
         smallest_first = sorted(self._connections, key=lambda each: self._connections[each].unfinished_bytes)
-        while self._unfinished_bytes > self._limits.unfinished_bytes_total_max:
+        while self._unfinished_bytes > self._rates.unfinished_bytes_total_max:
             cut_off.append(self._cut_off_for_cause(smallest_first.pop(), ENDLESS, now_ns))
         return cut_off
 
@@ -400,24 +412,24 @@ class Admission:
 
     def _forgive(self, address: _Address, now_ns: int) -> None:
         """What was long ago."""
-        if now_ns - address.shut_out_until_ns > self._limits.shut_out_ns_max:
+        if now_ns - address.shut_out_until_ns > self._rates.shut_out_ns_max:
             address.strikes = 0
             address.has_swamped = False
 
     def _shut_out(self, address: _Address, now_ns: int) -> None:
-        limits = self._limits
+        rates = self._rates
         self._forgive(address, now_ns)
-        seconds_ns = min(limits.shut_out_ns_max, limits.shut_out_ns << address.strikes)
+        seconds_ns = min(rates.shut_out_ns_max, rates.shut_out_ns << address.strikes)
         address.shut_out_until_ns = max(address.shut_out_until_ns, now_ns + seconds_ns)
         address.strikes = min(address.strikes + 1, SHUT_OUT_DOUBLINGS_MAX)
 
     def _meet(self, address: str, now_ns: int) -> _Address:
         known = self._addresses.get(address)
         if known is None:
-            limits = self._limits
+            rates = self._rates
             known = _Address(
-                Allowance(limits.connects, limits.connects, limits.connects_per_second, now_ns),
-                Allowance(limits.left_frames, limits.left_frames, limits.left_frames_per_second, now_ns),
+                Allowance(rates.connects, rates.connects, rates.connects_per_second, now_ns),
+                Allowance(rates.left_frames, rates.left_frames, rates.left_frames_per_second, now_ns),
             )
             self._addresses[address] = known
             self._forget_addresses()
@@ -428,7 +440,7 @@ class Admission:
     def _forget_addresses(self) -> None:
         """Those that were met longest ago, unless a connection of theirs is open; of these there is a limit, too."""
         for _ in range(FORGOTTEN_AT_A_TIME):
-            if len(self._addresses) <= self._limits.addresses_max:
+            if len(self._addresses) <= self._rates.addresses_max:
                 return
             oldest, known = next(iter(self._addresses.items()))
             if known.open:

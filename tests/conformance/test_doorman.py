@@ -52,7 +52,7 @@ MB = 1 << 20
 SECONDS = 60
 ENDED_SECONDS = 30.0
 """In which a connection that is cut off has ended, also where libzmq's thread has no turn for a while."""
-MINUTE_OUTSIDE = partial(admission.AdmissionLimits, shut_out_ns=60 * NS_PER_SECOND)
+MINUTE_OUTSIDE = partial(admission.AdmissionLimits, rates=admission.AdmissionRates(shut_out_ns=60 * NS_PER_SECOND))
 """Who is shut out stays so for as long as a test looks, however slow the machine is."""
 M_TRIM_THRESHOLD = -1
 """Of glibc's malloc.h."""
@@ -618,7 +618,7 @@ def mapped(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 def test_nobody_pays_for_who_had_its_descriptor_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others have come and gone over it while the loop did not look."""
-    seldom = partial(admission.AdmissionLimits, connects=5, connects_per_second=0)
+    seldom = partial(admission.AdmissionLimits, rates=admission.AdmissionRates(connects=5, connects_per_second=0))
     monkeypatch.setattr(zmq_bridge.channel, "AdmissionLimits", seldom)
 
     async def test() -> None:
@@ -691,7 +691,7 @@ def test_empty_frames_without_end_share_a_bound_and_their_memory_is_given_back()
 def test_messages_that_wait_are_not_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a pause of the loop there may be some of each connection, which are larger together than what may be
     unfinished."""
-    little = partial(admission.AdmissionLimits, unfinished_bytes_total_max=64 << 10)
+    little = partial(admission.AdmissionLimits, rates=admission.AdmissionRates(unfinished_bytes_total_max=64 << 10))
     monkeypatch.setattr(zmq_bridge.channel, "AdmissionLimits", little)
 
     async def test() -> None:
@@ -782,7 +782,7 @@ class StandsStill:
 
 def test_messages_that_come_while_connections_are_measured_are_not_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing waited when that began; and then another thread had the interpreter, or garbage was collected."""
-    little = partial(admission.AdmissionLimits, unfinished_bytes_total_max=64 << 10)
+    little = partial(admission.AdmissionLimits, rates=admission.AdmissionRates(unfinished_bytes_total_max=64 << 10))
     monkeypatch.setattr(zmq_bridge.channel, "AdmissionLimits", little)
 
     async def test() -> None:

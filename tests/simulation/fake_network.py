@@ -38,7 +38,7 @@ from connector.ports.side_channel import (
     SideChannelError,
 )
 from connector.ports.zmq_bridge.listener import DROPPED_UNITS
-from statemachine.admission import Admission, AdmissionLimits, CutOff, Verdict
+from statemachine.admission import Admission, AdmissionLimits, AdmissionRates, CutOff, Verdict
 from tests.simulation.agenda import Agenda
 from tests.simulation.faults import LATENCY_SECONDS
 
@@ -52,8 +52,7 @@ ADMISSION = AdmissionLimits(
     connections_max=4096,
     unfinished_bytes_max=1 << 30,
     waiting_bytes_max=0,
-    common_units=1000,
-    common_units_per_second=1000,
+    rates=AdmissionRates(common_units=1000, common_units_per_second=1000),
 )
 """Messages arrive whole here, so their sizes are of no account."""
 

@@ -6,21 +6,18 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
-import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from statemachine import admission
-from statemachine.admission import Admission, AdmissionLimits, CutOff, Untaken, Verdict
+from statemachine.admission import Admission, AdmissionLimits, AdmissionRates, CutOff, Untaken, Verdict
 from tests.unit.properties import on_any_machine
 
 SECOND = 1_000_000_000
 MB = 1 << 20
 
-LIMITS = AdmissionLimits(
-    connections_max=8,
-    unfinished_bytes_max=10 * MB,
-    waiting_bytes_max=5 * MB,
+RATES = AdmissionRates(
     unfinished_bytes_total_max=25 * MB,
     common_units=100,
     common_units_per_second=100,
@@ -34,13 +31,14 @@ LIMITS = AdmissionLimits(
     shut_out_ns_max=8 * SECOND,
     addresses_max=4,
 )
+LIMITS = AdmissionLimits(connections_max=8, unfinished_bytes_max=10 * MB, waiting_bytes_max=5 * MB, rates=RATES)
 
 
 class Door:
     """An admission, the connections that were made, and those that were cut off."""
 
     def __init__(self, **changes: Any) -> None:
-        self.core = Admission(msgspec.structs.replace(LIMITS, **changes))
+        self.core = Admission(replace(LIMITS, rates=replace(RATES, **changes)))
         self.numbers = itertools.count(1)
         self.now_ns = 0
         self.cut_off: list[CutOff] = []
@@ -86,8 +84,8 @@ def test_a_flood_is_served_as_far_as_it_goes_then_dropped_then_ended() -> None:
     door = Door()
     flooder = door.open()
     verdicts = door.flood(flooder)
-    served = LIMITS.common_units + LIMITS.newcomer_units
-    assert verdicts == [Verdict.SERVE] * served + [Verdict.DROP] * LIMITS.dropped_max + [Verdict.CUT_OFF]
+    served = RATES.common_units + RATES.newcomer_units
+    assert verdicts == [Verdict.SERVE] * served + [Verdict.DROP] * RATES.dropped_max + [Verdict.CUT_OFF]
     assert door.cut_off == [CutOff(flooder, "stranger", admission.FLOOD)]
     assert len(door.core) == 0
 
@@ -99,7 +97,7 @@ def test_who_was_there_before_is_heard_in_a_flood() -> None:
     door.pass_seconds(10)
     flooder = door.open("flooder")
     assert set(door.flood(flooder)) == set(Verdict)
-    assert [door.says(engine) for _ in range(LIMITS.own_units)] == [Verdict.SERVE] * LIMITS.own_units
+    assert [door.says(engine) for _ in range(RATES.own_units)] == [Verdict.SERVE] * RATES.own_units
     for _ in range(20):
         door.pass_seconds(0.5)
         again = door.open("another")
@@ -111,8 +109,8 @@ def test_who_was_there_before_is_heard_in_a_flood() -> None:
 def test_the_dropped_are_counted() -> None:
     door = Door(common_units=0, common_units_per_second=0, newcomer_units=0, own_units_per_second=0)
     flooder = door.open()
-    verdicts = [door.says(flooder) for _ in range(LIMITS.dropped_max + 1)]
-    assert verdicts == [Verdict.DROP] * LIMITS.dropped_max + [Verdict.CUT_OFF]
+    verdicts = [door.says(flooder) for _ in range(RATES.dropped_max + 1)]
+    assert verdicts == [Verdict.DROP] * RATES.dropped_max + [Verdict.CUT_OFF]
 
 
 def test_what_was_dropped_long_ago_is_forgiven() -> None:
@@ -132,7 +130,7 @@ def test_a_newcomer_is_heard_in_a_flood() -> None:
     door = Door()
     door.flood(door.open("flooder"))
     engine = door.open("engine")
-    assert [door.says(engine) for _ in range(LIMITS.newcomer_units)] == [Verdict.SERVE] * LIMITS.newcomer_units
+    assert [door.says(engine) for _ in range(RATES.newcomer_units)] == [Verdict.SERVE] * RATES.newcomer_units
     assert door.says(engine) is Verdict.DROP
 
 
@@ -140,7 +138,7 @@ def test_a_message_costs_what_it_has_cost() -> None:
     """One of many leases counts as so many."""
     door = Door()
     asker = door.open()
-    assert door.says(asker, units=LIMITS.common_units) is Verdict.SERVE
+    assert door.says(asker, units=RATES.common_units) is Verdict.SERVE
     assert door.says(asker, units=1_000) is Verdict.SERVE
     assert door.says(asker) is Verdict.DROP
     door.pass_seconds(0.5)  # the common allowance is back, and the debt is its own
@@ -152,7 +150,7 @@ def test_allowances_have_a_top() -> None:
     engine = door.open()
     door.pass_seconds(3600)
     served = [each for each in door.flood(engine) if each is Verdict.SERVE]
-    assert len(served) == LIMITS.common_units + LIMITS.own_units
+    assert len(served) == RATES.common_units + RATES.own_units
 
 
 def test_the_oldest_silent_connection_makes_room() -> None:
@@ -249,7 +247,7 @@ def test_what_the_transport_has_not_read_is_counted_together_only_while_it_is_fu
     door = Door()
     engines = door.open_many(3, "engine")
     unread_bytes = 9 * MB
-    assert 3 * unread_bytes > LIMITS.unfinished_bytes_total_max
+    assert 3 * unread_bytes > RATES.unfinished_bytes_total_max
     sizes = [(each, unread_bytes + admission.HANDSHAKE_BYTES_MAX) for each in engines]
     assert door.measure(sizes, Untaken.SOME, unread_bytes=unread_bytes) == []
     assert door.measure(sizes, Untaken.ALL, unread_bytes=unread_bytes) == [
@@ -274,7 +272,7 @@ def test_whole_messages_may_wait_behind_one_that_was_taken() -> None:
 def test_in_a_flood_of_nobody_who_sends_much_and_says_nothing_is_ended_at_once() -> None:
     door = Door(common_units=0, common_units_per_second=0)
     quiet, unheard = door.open("engine"), door.open()
-    for _ in range(LIMITS.dropped_max + 1):
+    for _ in range(RATES.dropped_max + 1):
         assert door.says(0) is Verdict.DROP
     unheard_bytes_max = admission.HANDSHAKE_BYTES_MAX + admission.UNHEARD_BYTES_IN_A_FLOOD
     sizes = [(quiet, 100), (unheard, unheard_bytes_max + 1)]
@@ -398,7 +396,7 @@ def test_who_sends_far_too_many_frames_is_shut_out_and_so_are_its_strangers() ->
     other = door.open("other")
     cut_off = door.core.swamped(swamper, "same", door.now_ns)
     assert cut_off == [CutOff(each, "same", admission.MANY_FRAMES) for each in (swamper, stranger)]
-    door.pass_seconds(LIMITS.shut_out_ns_max / SECOND - 0.1)
+    door.pass_seconds(RATES.shut_out_ns_max / SECOND - 0.1)
     assert door.core.is_shut_out("same", door.now_ns)
     assert door.says(engine) is Verdict.SERVE
     assert door.says(other) is Verdict.SERVE
@@ -413,7 +411,7 @@ def test_who_sends_far_too_many_frames_again_loses_all_of_its_connections() -> N
     for each in many:
         door.says(each)
     assert [each.connection for each in door.core.swamped(many[1], "stranger", door.now_ns)] == [many[1]]
-    door.pass_seconds(LIMITS.shut_out_ns_max / SECOND + 1)
+    door.pass_seconds(RATES.shut_out_ns_max / SECOND + 1)
     again = [each.connection for each in door.core.swamped(many[3], "stranger", door.now_ns)]
     assert again == [many[3], many[0], many[2]]
     assert len(door.core) == 0
@@ -427,7 +425,7 @@ def test_far_too_many_frames_are_forgiven_after_long() -> None:
     door.pass_seconds(3600)
     for each in many[:2]:
         assert [cut.connection for cut in door.core.swamped(each, "stranger", door.now_ns)] == [each]
-        door.pass_seconds(2 * LIMITS.shut_out_ns_max / SECOND + 1)
+        door.pass_seconds(2 * RATES.shut_out_ns_max / SECOND + 1)
     assert door.says(many[2]) is Verdict.SERVE
 
 
@@ -469,7 +467,7 @@ def test_others_at_the_address_stay() -> None:
 def test_an_address_that_only_connects_is_let_in_as_often_as_engines_connect() -> None:
     """And no less often for it: a thousand engines behind one address come back at once."""
     door = Door()
-    for _ in range(LIMITS.connects):
+    for _ in range(RATES.connects):
         door.core.closed(door.open())
     assert door.cut_off == []
     refused = door.open_many(30)
@@ -478,7 +476,7 @@ def test_an_address_that_only_connects_is_let_in_as_often_as_engines_connect() -
     door.open("engine")
     assert len(door.cut_off) == 30
     door.pass_seconds(1)
-    for _ in range(LIMITS.connects_per_second):
+    for _ in range(RATES.connects_per_second):
         door.core.closed(door.open())
     assert len(door.cut_off) == 30
     door.open()
@@ -492,7 +490,7 @@ def test_what_a_flood_has_cost_is_owed_for_a_moment() -> None:
     for _ in range(1000):
         door.core.served(0, 100, understood=False, now_ns=door.now_ns)
     assert door.says(engine) is Verdict.DROP
-    door.pass_seconds(LIMITS.common_units / LIMITS.common_units_per_second + 0.1)
+    door.pass_seconds(RATES.common_units / RATES.common_units_per_second + 0.1)
     assert door.says(engine) is Verdict.SERVE
 
 
@@ -515,8 +513,8 @@ def test_what_is_left_of_a_connection_that_has_ended_has_no_allowance_of_its_own
     gone = door.open()
     door.core.closed(gone)
     door.core.closed(gone)
-    assert [door.says(gone) for _ in range(LIMITS.common_units + 3)] == (
-        [Verdict.SERVE] * LIMITS.common_units + [Verdict.DROP] * 3
+    assert [door.says(gone) for _ in range(RATES.common_units + 3)] == (
+        [Verdict.SERVE] * RATES.common_units + [Verdict.DROP] * 3
     )
     assert door.core.flooded(gone, 0) == []
     assert door.measure([(gone, 100 * MB)]) == []
@@ -528,7 +526,7 @@ def test_addresses_are_forgotten_but_none_that_is_connected() -> None:
     engine = door.open("engine")
     for number in range(100):
         door.core.closed(door.open(f"stranger {number}"))
-    assert len(door.core._addresses) <= LIMITS.addresses_max
+    assert len(door.core._addresses) <= RATES.addresses_max
     assert "engine" in door.core._addresses
     door.core.closed(engine)
 
@@ -581,4 +579,4 @@ def test_whatever_happens_the_limits_hold(steps: list[tuple[str, int, int]]) -> 
         of_addresses = [each for known in core._addresses.values() for each in known.open]
         assert sorted(of_addresses) == sorted(core._connections)
         assert core._unfinished_bytes == sum(each.unfinished_bytes for each in core._connections.values())
-        assert core._unfinished_bytes <= LIMITS.unfinished_bytes_total_max
+        assert core._unfinished_bytes <= RATES.unfinished_bytes_total_max

@@ -49,7 +49,7 @@ MUTANTS = (
         name="nothing dropped is forgiven",
         rule="what was dropped long ago",
         broken="an engine's connection is ended for a few messages that were dropped in each of many floods",
-        changes=(Edit(Admission.opened, "limits.dropped_per_second", "0"),),
+        changes=(Edit(Admission.opened, "rates.dropped_per_second", "0"),),
         place=ByTest(f"{CORE}::test_what_was_dropped_long_ago_is_forgiven"),
     ),
     Mutant(
@@ -126,7 +126,7 @@ MUTANTS = (
         name="newcomers have nothing",
         rule="a newcomer can shake hands",
         broken="no engine can meet this one while somebody floods it",
-        changes=(Edit(Admission.opened, "Allowance(limits.newcomer_units,", "Allowance(0,"),),
+        changes=(Edit(Admission.opened, "Allowance(rates.newcomer_units,", "Allowance(0,"),),
         place=Seeds(2, "isolation", faults=FLOOD),
     ),
     Mutant(
@@ -203,7 +203,7 @@ MUTANTS = (
         changes=(
             Edit(
                 Admission.measured,
-                "if self._unfinished_bytes + self._left_bytes > limits.unfinished_bytes_total_max",
+                "if self._unfinished_bytes + self._left_bytes > rates.unfinished_bytes_total_max",
                 "if False",
             ),
         ),
