@@ -207,18 +207,22 @@ class EngineLost(Event, frozen=True, kw_only=True):
     engine: Engine
 
 
+MEETING_TIMEOUTS = 3
+"""Handshake timeouts that an engine may take to be connected: questions about its ranks, and its control sockets."""
+
+
 class IntroductionLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Durations in nanoseconds.
 
     Attributes:
         pause_first_ns, pause_max_ns: between two attempts; it doubles.
-        meeting_ns: for an engine that has answered to be connected.
+        handshake_ns: how long one question of a handshake may take.
         forget_ns: that a place which no option names may be unmet; None: for ever.
     """
 
     pause_first_ns: int
     pause_max_ns: int
-    meeting_ns: int
+    handshake_ns: int
     forget_ns: int | None = None
 
 
@@ -338,7 +342,7 @@ class Introductions:
                     pause_ns = self._limits.pause_first_ns << min(failures - 1, 30)
                     self._timers.set(place, now_ns + min(self._limits.pause_max_ns, pause_ns))
                 case Meet():
-                    self._timers.set(place, now_ns + self._limits.meeting_ns)
+                    self._timers.set(place, now_ns + MEETING_TIMEOUTS * self._limits.handshake_ns)
                     self._effects.append(effect)
                 case AskWho() | SayFailed():
                     self._effects.append(effect)

@@ -54,6 +54,11 @@ class State(MachineState):
     RELEASED = "released"
 
 
+HEARTBEATS_PER_LEASE = 6
+"""How often a reader sends heartbeats to a built-in engine in the time of a lease, as built-in readers do."""
+HEARTBEAT_NUMERATOR, HEARTBEAT_DENOMINATOR = 2, 3
+"""A heartbeat keeps a lease for this part of its time, as in the built-in connector."""
+
 LEASES_PER_MESSAGE_MAX = 512
 """Leases that one message between engines is about."""
 

@@ -34,7 +34,7 @@ import msgspec
 from statemachine import lease as machine
 from statemachine.deadlines import Deadlines
 from statemachine.kernel import Effect, Event
-from statemachine.lease import NOTIFIERS, Lease, LeaseName
+from statemachine.lease import HEARTBEAT_DENOMINATOR, HEARTBEAT_NUMERATOR, NOTIFIERS, Lease, LeaseName
 from statemachine.outcome import Outcome
 from statemachine.trace import Observer
 
@@ -72,13 +72,16 @@ class LendingLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         lease_ns: how long a grant or a hold keeps the blocks.
-        heartbeat_ns: how long a built-in reader's heartbeat does.
         total_ns: how long renewals can keep them in all.
     """
 
     lease_ns: int
-    heartbeat_ns: int
     total_ns: int
+
+    @property
+    def heartbeat_ns(self) -> int:
+        """How long a built-in reader's heartbeat keeps them."""
+        return self.lease_ns * HEARTBEAT_NUMERATOR // HEARTBEAT_DENOMINATOR
 
 
 # --- events ---------------------------------------------------------------------------------------------------------

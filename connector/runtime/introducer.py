@@ -26,9 +26,6 @@ from statemachine.introduction import IntroductionLimits, Introductions
 from statemachine.kernel import Event
 from statemachine.roster import PeerKey
 
-MEETING_TIMEOUTS = 3
-"""Handshake timeouts that an engine may take to be connected: questions about its ranks, and its control sockets."""
-
 BUILTIN = (
     "it runs the built-in connector, which does not say how many ranks it has; it is met when the first request comes"
 )
@@ -70,7 +67,7 @@ class Introducer:
             IntroductionLimits(
                 pause_first_ns=to_ns(options.backoff_initial_seconds),
                 pause_max_ns=to_ns(options.backoff_max_seconds),
-                meeting_ns=MEETING_TIMEOUTS * to_ns(options.handshake_timeout_seconds),
+                handshake_ns=to_ns(options.handshake_timeout_seconds),
                 forget_ns=to_ns(options.engine_ttl) if options.engine_ttl > 0 else None,
             )
         )

@@ -64,8 +64,6 @@ from statemachine.trace import Observer
 
 LeaseCommand: TypeAlias = LeaseComputing | LeaseGranted | LeaseWithdrawn
 
-RENEWAL_FRACTION = 2 / 3
-"""A built-in reader's heartbeat keeps a lease for this part of kv_lease_duration, as in the built-in connector."""
 NOTIFICATIONS_WAITING_MAX = 1 << 16
 NOTIFICATION_BYTES_WAITING_MAX = 64 << 20
 """Of all of them: a thousand of the largest heartbeats of engines like us."""
@@ -85,7 +83,6 @@ def lending_limits(options: ConnectorOptions) -> LendingLimits:
     """What the options say about leases, in the core's terms."""
     return LendingLimits(
         lease_ns=to_ns(options.kv_lease_duration),
-        heartbeat_ns=to_ns(options.kv_lease_duration * RENEWAL_FRACTION),
         total_ns=to_ns(options.lease_limit_seconds),
     )
 

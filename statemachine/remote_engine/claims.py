@@ -19,7 +19,7 @@ import msgspec
 from statemachine import hold
 from statemachine.deadlines import NS_PER_SECOND, Deadlines
 from statemachine.kernel import Event
-from statemachine.lease import LEASES_PER_MESSAGE_MAX, LeaseName
+from statemachine.lease import HEARTBEATS_PER_LEASE, LEASES_PER_MESSAGE_MAX, LeaseName
 from statemachine.outcome import Outcome
 from statemachine.remembered import Remembered
 from statemachine.remote_engine.connections import Connection
@@ -39,7 +39,6 @@ DRIFT_DIVISOR = 6
 """Of what P says remains, a sixth is taken off: two clocks of which one is slewed forward and one back at the most that
 chrony does (83,333 ppm each) part by that much."""
 
-HEARTBEATS_PER_LEASE = 6
 RESENDS_PER_LEASE = 20
 SAID_EARLY_DIVISOR = 2
 """What is due within half of the pause before something is said again goes with what is due now."""

@@ -46,7 +46,7 @@ ENGINE = EngineLimits(
     incompatible_ns=60 * SECOND,
     retries=1,
 )
-LENDING = LendingLimits(lease_ns=30 * SECOND, heartbeat_ns=30 * SECOND, total_ns=3600 * SECOND)
+LENDING = LendingLimits(lease_ns=30 * SECOND, total_ns=3600 * SECOND)
 
 Costs: TypeAlias = dict[str, float]
 """Microseconds by kind of event."""

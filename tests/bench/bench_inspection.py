@@ -65,7 +65,7 @@ def worker() -> Inspector:
     clock = BootClock()
     recorder = Recorder(engine_id="d", rank=0, role="worker", clock=clock, sink=None)
     core = RemoteEngine("p", "10.0.0.1:5600", LIMITS, observe=recorder.observer("p"))
-    keeper = Lending(LendingLimits(lease_ns=_S, heartbeat_ns=_S, total_ns=_S), recorder.observer(None))
+    keeper = Lending(LendingLimits(lease_ns=_S, total_ns=_S), recorder.observer(None))
     for number in range(ROWS):
         lease = LeaseName(f"cmpl-3f0a4b0d5f9e4c8e8d7a{number}-0-9b1c", number + 1)
         started = remote_engine.Started(request_id=f"cmpl-{number}-0-1", lease=lease, address=core.address, age_ns=0)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import trio
 
 from connector.config import ConnectorOptions
-from connector.runtime.introducer import MEETING_TIMEOUTS
 from connector.runtime.restarts import RESTART_DELAY_SECONDS_MAX
+from statemachine.introduction import MEETING_TIMEOUTS
 from tests.simulation.agenda import Agenda
 from tests.simulation.engines import DecodeEngine, PrefillEngine
 from tests.simulation.faults import Kind

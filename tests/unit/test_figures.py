@@ -205,7 +205,7 @@ def test_what_p_says_of_a_lease_that_is_gone_is_a_label_only_if_it_is_known() ->
 def test_p_counts_who_holds_and_who_holds_again() -> None:
     figures = Figures()
     own = recorder(figures)
-    core = Lending(LendingLimits(lease_ns=100, heartbeat_ns=60, total_ns=1000), own.observer(None))
+    core = Lending(LendingLimits(lease_ns=100, total_ns=1000), own.observer(None))
     core.handle(Computing(lease=LEASE), 0)
     core.handle(Granted(lease=LEASE), 1)
     for engine_id in ("d1", "d2", "d1"):
@@ -231,9 +231,7 @@ def test_p_counts_who_holds_and_who_holds_again() -> None:
 def test_an_answer_that_is_lent_back_and_not_read_is_counted_apart(fixed_ns: int, reason: str) -> None:
     clock, figures = FakeClock(), Figures()
     own = recorder(figures, clock)
-    core = Lending(
-        LendingLimits(lease_ns=10 * SECOND, heartbeat_ns=10 * SECOND, total_ns=100 * SECOND), own.observer(None)
-    )
+    core = Lending(LendingLimits(lease_ns=10 * SECOND, total_ns=100 * SECOND), own.observer(None))
     for event in (Computing(lease=LEASE), Granted(lease=LEASE, fixed_ns=fixed_ns)):
         core.handle(event, clock.ns)
     clock.ns += 30 * SECOND

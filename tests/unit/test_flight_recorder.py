@@ -13,7 +13,7 @@ from statemachine.lease import LeaseName
 from statemachine.lending import Lending, LendingLimits
 from tests.unit.test_recorder import HandClock, ListSink
 
-LIMITS = LendingLimits(lease_ns=10**9, heartbeat_ns=10**9, total_ns=10**10)
+LIMITS = LendingLimits(lease_ns=10**9, total_ns=10**10)
 LEASE = LeaseName("cmpl-abc-0-1", 7)
 
 

@@ -23,8 +23,8 @@ from statemachine.introduction import (
 )
 from statemachine.kernel import Effect
 
-LIMITS = IntroductionLimits(pause_first_ns=10, pause_max_ns=40, meeting_ns=100)
-FORGETFUL = IntroductionLimits(pause_first_ns=10, pause_max_ns=40, meeting_ns=100, forget_ns=200)
+LIMITS = IntroductionLimits(pause_first_ns=10, pause_max_ns=40, handshake_ns=33)
+FORGETFUL = IntroductionLimits(pause_first_ns=10, pause_max_ns=40, handshake_ns=33, forget_ns=200)
 A, B, KEPT = "a:5600", "b:5600", "kept:5600"
 FIRST, SECOND = ("first", (1, 1, 1)), ("second", (1, 1, 1))
 
@@ -96,9 +96,9 @@ def test_pauses_double_up_to_a_bound_and_a_problem_is_said_once_until_it_is_met(
 def test_one_that_answers_and_is_not_connected_in_time_is_tried_again() -> None:
     core = named(A)
     answer(core, A, FIRST, 0)
-    assert core.advance(99) == []
-    assert core.advance(100) == [SayFailed(place=A, problem=introduction.NOT_CONNECTED)]
-    assert core.advance(110) == [AskWho(place=A)]
+    assert core.advance(98) == []
+    assert core.advance(99) == [SayFailed(place=A, problem=introduction.NOT_CONNECTED)]
+    assert core.advance(109) == [AskWho(place=A)]
 
 
 def test_who_has_taken_its_place_is_met() -> None:

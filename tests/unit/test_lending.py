@@ -39,7 +39,7 @@ from statemachine.trace import StepSeen
 from tests.observer import observer_of
 
 NAME = LeaseName("r", 1)
-LIMITS = LendingLimits(lease_ns=100, heartbeat_ns=60, total_ns=1000)
+LIMITS = LendingLimits(lease_ns=100, total_ns=1000)
 A = LeaseName("a", 1)
 
 
@@ -207,8 +207,8 @@ def test_a_preempted_request_is_announced_again_and_remembers_its_readers() -> N
 def test_heartbeats_count_for_less_than_holds_and_name_the_newest_lease() -> None:
     core = lent(A)
     core.handle(HeartbeatNotified(sender="s", request_ids=("a", "unknown")), 80)
-    assert core.advance(139) == []
-    assert FreeBlocks(lease=A, expired=True) in core.advance(140)
+    assert core.advance(145) == []
+    assert FreeBlocks(lease=A, expired=True) in core.advance(146)
 
 
 @pytest.mark.parametrize("lent_as", ["HB:x", "x:1"])

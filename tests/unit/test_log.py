@@ -565,7 +565,7 @@ class Lender:
     def __init__(self) -> None:
         self.clock = CoreClock()
         log = EventLog("prefill-1", 0, clock=self.clock, log_failure=FailureLog("prefill-1", 0), now=Seconds())
-        limits = lending.LendingLimits(lease_ns=30 * SECOND, heartbeat_ns=20 * SECOND, total_ns=900 * SECOND)
+        limits = lending.LendingLimits(lease_ns=30 * SECOND, total_ns=900 * SECOND)
         self.recorder = recorder(self.clock)
         self.core = lending.Lending(limits, self.recorder.observer(None, log=log.observe_lease))
 

@@ -26,7 +26,7 @@ COMPUTING = lending.Computing(lease=LEASE)
 GRANTED = lending.Granted(lease=LEASE, blocks=7)
 HEARTBEAT = lending.HeartbeatNotified(sender="d", request_ids=("cmpl-1",))
 READ = lending.ReleaseNotified(sender="d", request_id="cmpl-1", ranks=1)
-LIMITS = LendingLimits(lease_ns=100 * NS_PER_SECOND, heartbeat_ns=100 * NS_PER_SECOND, total_ns=900 * NS_PER_SECOND)
+LIMITS = LendingLimits(lease_ns=100 * NS_PER_SECOND, total_ns=900 * NS_PER_SECOND)
 
 
 class HandClock:
@@ -191,9 +191,9 @@ def test_until_when_blocks_are_kept_is_recorded_of_leases_and_of_what_is_proven_
 ) -> None:
     lend(COMPUTING)
     lend(GRANTED)
-    lend(HEARTBEAT, 4)
-    granted_ns = clock.ns - 4 * NS_PER_SECOND
-    promised = [granted_ns + LIMITS.lease_ns, clock.ns + LIMITS.lease_ns]
+    lend(HEARTBEAT, 40)
+    granted_ns = clock.ns - 40 * NS_PER_SECOND
+    promised = [granted_ns + LIMITS.lease_ns, clock.ns + LIMITS.heartbeat_ns]
     assert [each.kept_until_ns for each in sink.records] == [None, *promised]
     sink.records.clear()
     core = reading_core(recorder)

@@ -119,7 +119,6 @@ def draw_cluster(seed: int) -> Cluster:
         ),
         lending=LendingLimits(
             lease_ns=lease_ns,
-            heartbeat_ns=lease_ns,
             total_ns=_ns(FOREVER_SECONDS) if chance.random() < 0.8 else 3 * lease_ns,
         ),
     )
