@@ -63,8 +63,8 @@ UNHEARD_BYTES_IN_A_FLOOD = 16 << 10
 """While messages are dropped of which nobody knows whose they are, for `AdmissionLimits.unfinished_bytes_max` of a
 connection over which no message has come yet: some protocols do not show whose a message is."""
 FEW_BYTES = 4 << 10
-"""That wait of a connection, for which it is not ended while nobody is heard. 4,096 connections have as much as may be
-unfinished, twice."""
+"""Bytes that may wait of a connection without its being ended while nobody is heard. 4,096 such connections have twice
+as much as may be unfinished."""
 HANDSHAKE_BYTES_MAX = 1 << 10
 """What a connection receives beside messages: greetings, and keys if there are any."""
 FORGOTTEN_AT_A_TIME = 2
@@ -135,7 +135,7 @@ class Untaken(enum.Enum):
 
     NONE = enum.auto()
     SOME = enum.auto()
-    """Of each connection that had any, others were."""
+    """Some were not; of each connection that had any, others were taken."""
     ALL = enum.auto()
     """Nobody is heard before the last frame of a message has been taken."""
 
@@ -375,7 +375,7 @@ class Admission:
     # --- cutting off ------------------------------------------------------------------------------------------------
 
     def _cut_off_one(self, why: str) -> CutOff:
-        """Of those that are open, of which there is one at least."""
+        """Cut off one of the open connections, of which there is one at least."""
         if self._strange:
             connection = next(iter(self._strange))
         else:

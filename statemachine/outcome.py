@@ -9,7 +9,8 @@ from statemachine.trace import Note, Observer, StepSeen
 
 
 class Outcome:
-    """Of one core, whose parts add to it; the core hands it out when everything that follows from an event is done.
+    """The outcome of an event for one core. The core's parts add to it; the core hands it out when everything that
+    follows from the event is done.
 
     Args:
         observe: told of every step.

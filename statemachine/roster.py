@@ -296,7 +296,7 @@ class Roster:
 
     @property
     def quarantined_blocks(self) -> int:
-        """Of all members."""
+        """How many blocks are in quarantine, for all members together."""
         return self._quarantine.blocks
 
     def next_deadline(self) -> int | None:

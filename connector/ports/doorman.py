@@ -57,7 +57,8 @@ DESCRIPTORS_SHARE = 4
 MEASURED_EVERY_NS = NS_PER_SECOND // 10
 """How often connections are measured."""
 MEASURED_AT_A_TIME = 256
-"""Of them, in turn, and as many of those over which something comes just then."""
+"""How many connections are measured at a time, in turn, and how many more of those over which something comes just
+then."""
 
 MEASURED_IDLE_EVERY_NS = NS_PER_SECOND
 """How often, while there are none, it is looked whether somebody waits for a descriptor."""
@@ -82,7 +83,7 @@ _RESET = struct.pack("ii", 1, 0)
 
 
 def connections_max() -> int:
-    """That one listener of this process has at a time."""
+    """Most connections that one listener of this process may have at a time."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
         CONNECTIONS_MAX if soft == resource.RLIM_INFINITY else max(1, min(CONNECTIONS_MAX, soft // DESCRIPTORS_SHARE))
@@ -391,7 +392,7 @@ class Doorman:
 
 
 def _address_of(frame: zmq.Frame) -> str:
-    """Of who sent it, numeric, as `peer_address` says it; empty: libzmq says nothing of it."""
+    """The numeric address of the sender, as `peer_address` says it; empty: libzmq does not tell."""
     try:
         return without_interface(str(frame.get("Peer-Address")))
     except zmq.ZMQError:
@@ -399,7 +400,7 @@ def _address_of(frame: zmq.Frame) -> str:
 
 
 def _descriptor_of(frame: zmq.Frame) -> int:
-    """Of the connection that it came over; -1: libzmq says nothing of it."""
+    """The descriptor of the connection that the frame came over; -1: libzmq does not tell."""
     try:
         return int(frame.get(zmq.SRCFD))
     except zmq.ZMQError:

@@ -74,7 +74,7 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
 ANYBODY = Access()
 
 MAPPED_BITS = 96
-"""Of an IPv6 address, before the IPv4 address that is mapped into it."""
+"""Bits of an IPv6 address that precede the IPv4 address mapped into it."""
 
 
 def network_of(text: str) -> Network:

@@ -86,7 +86,7 @@ class ListenerCounts(msgspec.Struct, frozen=True):
     undelimited_requests: int
     dropped_replies: int
     dropped_requests: int = 0
-    """Of connections that have sent more than they may."""
+    """Requests that were dropped because their connections had sent more than they may."""
     cut_off: int = 0
     """Connections that were ended for what they sent, or for want of room."""
 

@@ -28,12 +28,12 @@ _WAITING = struct.Struct("24xI")
 
 
 def received_bytes(descriptor: int) -> int:
-    """Since it was opened; 0 when the connection has ended already."""
+    """Bytes that the connection has received since it was opened; 0 when it has ended already."""
     return _tcp_info(descriptor, _RECEIVED_BYTES)
 
 
 def unread_bytes(descriptor: int) -> int:
-    """Of them, those that the kernel still has; 0 when the connection has ended already. Whatever has its descriptor by
+    """Received bytes that the kernel still has; 0 when the connection has ended already. Whatever has its descriptor by
     then answers something, or that it cannot: to ask changes nothing, and a wrong number excuses one measurement."""
     try:
         return int(_COUNT.unpack(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(_COUNT.size)))[0])

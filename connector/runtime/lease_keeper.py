@@ -66,7 +66,7 @@ LeaseCommand: TypeAlias = LeaseComputing | LeaseGranted | LeaseWithdrawn
 
 NOTIFICATIONS_WAITING_MAX = 1 << 16
 NOTIFICATION_BYTES_WAITING_MAX = 64 << 20
-"""Of all of them: a thousand of the largest heartbeats of engines like us."""
+"""Bytes of all waiting notifications together: a thousand of the largest heartbeats of engines like us."""
 MESSAGE_UNITS, MALFORMED_UNITS = 8, 10
 """What a message costs who sends it, beside its length, a unit for each lease, and the length of checksums."""
 ASK_UNITS = 256

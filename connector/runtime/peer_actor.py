@@ -197,7 +197,7 @@ class PeerActor:
                 self._attention.set()
 
     def _next_deadline(self) -> int | None:
-        """Of the core, and of what is to be said."""
+        """The next deadline of the core, or of a line that is to be written."""
         next_ns = self.core.next_deadline()
         said_ns = self._notices.next_deadline() if self._notices is not None else None
         if next_ns is None or said_ns is None:
@@ -503,16 +503,16 @@ class PeerActor:
         return (None, None, None) if pull is None else (pull.blocks, pull.bytes, pull.descriptors)
 
     def quarantine(self, request_id: str) -> tuple[int, str, int] | None:
-        """Of a request whose blocks READs may still write into: how many, its id on P, and since when."""
+        """How many blocks of a request READs may still write into, its id on P, and since when; None: none."""
         pull = self._pulls.get(request_id)
         if pull is None or pull.quarantined_ns is None:
             return None
         return pull.blocks, pull.command.lease.request_id, pull.quarantined_ns
 
     def loading_blocks(self) -> int:
-        """Of all requests that have not ended."""
+        """Blocks of all requests that have not ended."""
         return sum(self._pulls[request_id].blocks for request_id in self.core.request_ids())
 
     def quarantined_blocks(self) -> int:
-        """Of all requests that have ended, and whose blocks READs may still write into."""
+        """Blocks of all requests that have ended, into which READs may still write."""
         return sum(self._pulls[request_id].blocks for request_id, _ in self.core.quarantined())

@@ -45,11 +45,11 @@ from statemachine.failures import Failure, TransferError
 from statemachine.remote_engine import ReadEnded
 
 DESCRIPTORS_PER_TURN = 8192
-"""Of one request, while others wait. NIXL takes 1 to 3 us for each descriptor that it cannot merge, and the agent does
-nothing else meanwhile."""
+"""Descriptors of one request that are ordered in its turn, while others wait. NIXL takes 1 to 3 us for each that it
+cannot merge, and the agent does nothing else meanwhile."""
 
 DESCRIPTORS_AHEAD_MAX = 8192
-"""Of all orders that the port was given and has not come to. Whoever orders next has to wait for them."""
+"""Descriptors of all orders that the port was given and has not come to. Whoever orders next has to wait for them."""
 
 ORDERS_AHEAD_MIN = 2
 """However large they are: one is posted while the next one is on its way."""

@@ -20,7 +20,7 @@ from statemachine.remote_engine import ReadEnded, RemoteEngine
 
 
 class Verifier:
-    """Of one peer actor.
+    """Compares what the READs of one peer actor have brought with the checksums of P.
 
     Args:
         desk: has the engine thread sum blocks.

@@ -16,7 +16,7 @@ from statemachine.remote_engine import RemoteEngine
 
 
 class WaitNotices:
-    """Of the requests of one peer actor.
+    """The lines for people about requests of one peer actor that wait for long.
 
     Args:
         log: where the lines go.

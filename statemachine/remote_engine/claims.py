@@ -36,8 +36,8 @@ CONSUMED_MAX = 1 << 14
 """Released leases that are remembered, the newest ones. P remembers longer, unless it is a built-in engine."""
 
 DRIFT_DIVISOR = 6
-"""Of what P says remains, a sixth is taken off: two clocks of which one is slewed forward and one back at the most that
-chrony does (83,333 ppm each) part by that much."""
+"""A sixth is taken off what P says remains: two clocks part by that much if chrony slews one forward and the other back
+as fast as it can (83,333 ppm each)."""
 
 RESENDS_PER_LEASE = 20
 SAID_EARLY_DIVISOR = 2
@@ -104,7 +104,7 @@ class Claim:
 
 
 class Claims:
-    """Of one core.
+    """The claims of one core.
 
     Args:
         timers: of the core; those that concern a lease or what a rank of P answers are set and cancelled here.
@@ -419,5 +419,5 @@ class Claims:
 
 
 def _text(lease: LeaseName) -> str:
-    """Of no other lease."""
+    """A text that stands for this lease and no other."""
     return f"{lease.number} {lease.request_id}"

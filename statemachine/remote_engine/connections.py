@@ -76,7 +76,7 @@ class Connection:
 
 
 class Connections:
-    """Of one core, in the order in which they were made.
+    """The connections of one core, in the order in which they were made.
 
     Attributes:
         current: the one that is ready, draining or disconnecting; None in every other state of the peer.

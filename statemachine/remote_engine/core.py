@@ -198,7 +198,7 @@ class RemoteEngine:
 
     @property
     def state(self) -> peer.State:
-        """Of the connection."""
+        """The state of the connection."""
         return self._peer.state
 
     @property
@@ -732,7 +732,7 @@ class RemoteEngine:
         )
 
     def request_ids(self) -> list[str]:
-        """Of the requests that have not ended, in order of arrival."""
+        """The ids of the requests that have not ended, in order of arrival."""
         return list(self._requests)
 
     def view_request(self, request_id: str) -> RequestView | None:

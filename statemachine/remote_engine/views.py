@@ -22,7 +22,7 @@ _WAITS_FOR: dict[request.State, WaitsFor] = {
 
 
 def waits_for(state: request.State, peer_state: peer.State) -> WaitsFor:
-    """Of a request that has not ended."""
+    """What a request that has not ended waits for."""
     if state is request.State.PENDING_HANDSHAKE and peer_state is peer.State.READY:
         return "checksums"
     return _WAITS_FOR[state]

@@ -57,7 +57,8 @@ from connector.ports.nixl_agent.calls import CLOCK, CallRefused, ReadOrdered
 from connector.ports.nixl_agent.names import agent_named_in, agent_text, lenient_decoding
 
 PROBE_BYTES = 8
-"""Of a descriptor that is read a second time, or for the sake of the connection, if it is so long."""
+"""Bytes of a descriptor that are read where it is read a second time or only to open the connection; all of a shorter
+one."""
 
 _ONE = np.zeros(1, dtype=np.int32)
 """The ids of a READ of the first descriptor of a list."""

@@ -11,7 +11,7 @@ from connector.ports.nixl import AgentName
 
 _METADATA_BEGIN = b"nixlSerDes|Agent"
 _LENGTH_BYTES = 8
-"""Of an agent's metadata: what they begin with, and the length of the name that follows."""
+"""An agent's metadata begin with this text; so many bytes with the length of the name follow, and then the name."""
 
 _thread_state = threading.local()
 

@@ -76,7 +76,7 @@ BACKLOG = 1024
 """Connections that the kernel keeps for a listener until they are accepted."""
 
 RECEIVE_BUFFER_BYTES = 256 * 1024
-"""Of one connection of a listener or of a link, in the kernel, which may take twice as much."""
+"""The receive buffer that the kernel is asked for, for a connection of a listener or a link. It may take twice that."""
 UNFINISHED_SLACK_BYTES = 64 * 1024
 """What a connection of a listener may have received beyond the largest message, before it is in the middle of one that
 is too large: frames and encryption have headers."""
@@ -323,7 +323,8 @@ class ZmqSideChannel:
         self._open.discard(closed)
 
     def _measure_clients(self) -> None:
-        """As long as there are any. The task belongs to the trio run: whoever has the channel need not know of it."""
+        """Start the task that measures clients as long as there are any. It belongs to the trio run: whoever has the
+        channel need not know of it."""
         if not self._is_measuring:
             self._is_measuring = True
             trio.lowlevel.spawn_system_task(self._measure_until_none_is_open)

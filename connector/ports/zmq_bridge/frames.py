@@ -12,7 +12,7 @@ from connector.addresses import join_address
 Socket: TypeAlias = "zmq.Socket[bytes]"
 
 SHORT_BODY_BYTES_MAX, SHORT_HEADER_BYTES, LONG_HEADER_BYTES = 255, 2, 9
-"""Of a frame of ZMTP: flags, and the length in a byte or in eight."""
+"""The header of a ZMTP frame has the flags, and the length in one byte or, for a longer body, in eight."""
 
 ENCRYPTION_BYTES = 33
 """What CURVE adds to a frame: the name of the command, a nonce, a code of authentication, the flags."""

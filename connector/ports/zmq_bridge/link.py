@@ -157,7 +157,7 @@ class ZmqLink:
         self._close_sockets()
 
     def _close_sockets(self) -> None:
-        """Also wakes the task that is parked on them."""
+        """Close both sockets, which also wakes the task that is parked on them."""
         self._channel.forget(self)
         self._monitor.close()
         self._dealer.close()

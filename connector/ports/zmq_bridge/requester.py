@@ -52,7 +52,7 @@ GREETING_SECONDS = 1.0
 """How long a server may take to greet before something else is thought to listen there, and then to show what it is."""
 
 GREETING_FIRST_BYTE = b"\xff"
-"""Of every ZMQ connection in both directions."""
+"""The first byte that each end of a ZMQ connection sends."""
 
 A_LINE = b"GET / HTTP/1.0\r\n\r\n"
 """What nearly every server answers that waits for a line."""
