@@ -370,8 +370,11 @@ class Roster:
             return self._turn_away_for_now(asked, entry, RequestIdInQuarantine(blocks=blocks))
         effects = self._hand_over(asked, now_ns, takes_connected=True)
         if not effects:
+            if entry is not None and not asked.is_awaited:
+                # There is no room to recall it. It may hold the lease for this request, which may have ended.
+                return [HandOver(key=key, message=asked.message)]
             crowded = TooManyPeers(peer=key.engine_id, address=asked.place, limit=self._members_max)
-            return self._turn_away(asked, crowded)
+            return self._turn_away_for_now(asked, entry, crowded)
         if asked.is_awaited:
             self._of_request[asked.request_id] = key
         return effects

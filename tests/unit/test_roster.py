@@ -252,8 +252,10 @@ def test_who_was_retired_and_would_not_end_is_recalled_and_needs_room() -> None:
     assert retired(drive.ask(B)) == ["a"]
     drive.members[A].may_be_recalled = True
     drive.members[B].is_unused = False
-    (refused,) = drive.ask(A, place="elsewhere:1")
+    refused, told = drive.ask(A, place="elsewhere:1")
     assert isinstance(refused, Refuse)
+    assert told == TellNotNeeded(key=A, message="r"), "it holds the lease of a request that was announced to it"
+    assert drive.ask(A, place="elsewhere:1", is_awaited=False) == [HandOver(key=A, message="r")], "it may have ended"
     drive.members[B].is_unused = True
     assert drive.ask(A, place="elsewhere:1") == [
         Retire(key=B),
@@ -633,7 +635,8 @@ class Orders(RuleBasedStateMachine):
         free.sort(key=lambda each: (drive.members[each].is_connected, self.asked_ns[each]))
         effects = drive.ask(key, self.now_ns, place=place)
         if len(staying) == self.LIMIT and not free:
-            assert [type(effect) for effect in effects] == [Refuse]
+            kinds = [Refuse, TellNotNeeded] if key in drive.members else [Refuse]
+            assert [type(effect) for effect in effects] == kinds
             return
         assert effects[-2:] == [begins, handed]
         self.expect(effects[:-2], free[:1] if len(staying) == self.LIMIT else [])
