@@ -122,8 +122,8 @@ def _require_no_routed_experts(vllm_config: VllmConfig) -> None:
 def _require_no_retried_steps(vllm_config: VllmConfig) -> None:
     """Raise UnsupportedCache for an engine that may go on after a step that has failed.
 
-    Commands travel to the workers with a step, and outcomes back with its results, each once. vLLM drops both when a
-    step fails, and with several ranks nobody knows which of them had got or told theirs: vLLM counts the ranks that
+    Commands travel to the workers with a step, and worker events back with its results, each once. vLLM drops both when
+    a step fails, and with several ranks nobody knows which of them had got or told theirs: vLLM counts the ranks that
     have told of a request, so that one that tells twice would pass for another one. Requests would stay for good, and
     their blocks.
     """

@@ -1,8 +1,8 @@
-"""Commands and outcomes: what the scheduler side tells the actors of a worker, and what they tell back.
+"""Commands and worker events: what the scheduler side tells the actors of a worker, and what they tell back.
 
 The scheduler side decides commands; the step metadata (`step_metadata`) carries them to the worker process, whose
-engine thread hands them to the actors as they are. Outcomes come back to the engine thread. All of them are frozen, so
-threads share nothing that changes. No vLLM in here: the runtime imports this module.
+engine thread hands them to the actors as they are. Worker events come back to the engine thread. All of them are
+frozen, so threads share nothing that changes. No vLLM in here: the runtime imports this module.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ class AfterSteps(NamedTuple):
 PullCommand: TypeAlias = StartPull | AbortPull | TrackLease | MeetPeer
 
 
-# --- outcomes -------------------------------------------------------------------------------------------------------
+# --- worker events -------------------------------------------------------------------------------------------------
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -298,4 +298,4 @@ class WorkerStopped(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
-Outcome: TypeAlias = ReceiveEnded | SendEnded | QuarantineLifted | ReadMeasured | Noted | SumsWanted | WorkerStopped
+WorkerEvent: TypeAlias = ReceiveEnded | SendEnded | QuarantineLifted | ReadMeasured | Noted | SumsWanted | WorkerStopped

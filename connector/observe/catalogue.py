@@ -414,7 +414,7 @@ DECODE, PREFILL = "decode", "prefill"
 ABSENT, UNUSABLE, CONTINUED, WINDOW, NO_ROOM = "absent", "unusable", "continued", "window", "no_room"
 SIDE_CHANNEL, CONTROL_SOCKET, NOTIFICATIONS = "side_channel", "control_socket", "notifications"
 REFUSED, CUT_OFF, MALFORMED, DROPPED = "refused", "cut_off", "malformed", "dropped"
-DRAINING_REASON, STOPPED_REASON, REQUEST_ID_REASON = "draining", "stopped", "request id"
+DRAINING_REASON, STOPPED_REASON, REQUEST_ID_REASON = "draining", "stopped", "request_id"
 
 COMPLETED = Metric(
     name=f"{PREFIX}completed_receives",
@@ -504,7 +504,7 @@ PREFILLS_NOT_LENT = Metric(
     name=f"{PREFIX}prefills_not_lent",
     kind="counter",
     documentation="Prefills that were answered without kv_transfer_params, so that D computes the prompt: the engine "
-    "drains (draining), a worker has stopped (stopped), or engines take no such id of a request (request id).",
+    "drains (draining), a worker has stopped (stopped), or engines take no such id of a request (request_id).",
     side="P",
     labels=("reason",),
     series=((DRAINING_REASON,), (STOPPED_REASON,), (REQUEST_ID_REASON,)),

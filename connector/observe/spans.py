@@ -4,7 +4,7 @@ The same spans are made while an engine runs (`connector/scheduler/request_spans
 (`nixl-actor trace export --otlp`). One span for the request, `kv_transfer`, and one below it for each part of its time:
 
     kv_transfer.arrival   vLLM's front end had it, before the scheduler of D heard of it       only while an engine runs
-    kv_transfer.held      it waited in D's queue; P was asked to keep its blocks meanwhile
+    kv_transfer.queued    it waited in D's queue; P was asked to keep its blocks meanwhile
     kv_transfer.peer      its blocks were allocated, and D waited for the connection to P
     kv_transfer.read      READs
     kv_transfer.proof     all bytes were here, and P was asked whether it had kept the blocks until then
@@ -25,10 +25,11 @@ import msgspec
 
 from connector.clock import NS_PER_SECOND
 from connector.observe.history import History, Visit
+from connector.observe.traced import QUEUED
 from statemachine import request
 
 REQUEST_SPAN = "kv_transfer"
-ARRIVAL, HELD, LANDING, REPORTED = "arrival", "held", "landing", "reported"
+ARRIVAL, LANDING, REPORTED = "arrival", "landing", "reported"
 
 PART_OF_STATE = {
     request.State.PENDING_HANDSHAKE.value: "peer",
@@ -135,7 +136,7 @@ def times_of(history: History, zero_ns: int | None = None) -> PullTimes | None:
     if zero_ns is None:
         zero_ns = round(first.wall * NS_PER_SECOND) - first.mono_ns
     heard_ns = first.mono_ns - round((history.queued_seconds or 0.0) * NS_PER_SECOND)
-    parts = [Part(HELD, zero_ns + heard_ns, zero_ns + first.mono_ns)]
+    parts = [Part(QUEUED, zero_ns + heard_ns, zero_ns + first.mono_ns)]
     parts += _parts_of_states(history.visits, zero_ns)
     states = [visit.state for visit in history.visits]
     return PullTimes(

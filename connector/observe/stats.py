@@ -1,4 +1,4 @@
-"""Figures of the connector: from outcomes to vLLM's periodic log line and to Prometheus.
+"""Figures of the connector: from worker events to vLLM's periodic log line and to Prometheus.
 
 What metrics there are is in `catalogue`. Their figures are made in three places:
 
@@ -39,9 +39,9 @@ from connector.observe.catalogue import (
 )
 from connector.ports.nixl import ReadMeasured
 from connector.protocol import (
-    Outcome,
     ReceiveEnded,
     SendEnded,
+    WorkerEvent,
 )
 from connector.versions import NIXL, shown_version
 from statemachine.failures import AbortedByClient, Failure
@@ -73,15 +73,15 @@ class ConnectorStats(KVConnectorStats):
         and an engine that only lends may never have that: nothing else may be kept until then."""
         return cls(_nothing() | {key: data[key] for key in _LOGGED})
 
-    def add(self, outcome: Outcome) -> None:
-        """Fold one outcome in, but for those that have methods of their own: what is only counted, and a receive that
-        has been loaded, which may still fail."""
-        match outcome:
+    def add(self, event: WorkerEvent) -> None:
+        """Fold one worker event in, but for those that have methods of their own: what is only counted, and a receive
+        that has been loaded, which may still fail."""
+        match event:
             case ReadMeasured():
-                self.data[TRANSFER_SECONDS].append(outcome.seconds_in_transport)
-                self.data[POST_SECONDS].append(outcome.seconds_to_post)
-                self.data[TRANSFER_BYTES].append(outcome.bytes)
-                self.data[TRANSFER_DESCRIPTORS].append(outcome.descriptors)
+                self.data[TRANSFER_SECONDS].append(event.seconds_in_transport)
+                self.data[POST_SECONDS].append(event.seconds_to_post)
+                self.data[TRANSFER_BYTES].append(event.bytes)
+                self.data[TRANSFER_DESCRIPTORS].append(event.descriptors)
             case ReceiveEnded(failure=Failure() as failure, quarantined=is_quarantined):
                 self.count_failed(failure)
                 self.data[QUARANTINED_RECEIVES] += is_quarantined

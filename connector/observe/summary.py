@@ -2,7 +2,8 @@
 
 Pure: from stories and histories to values, which the command line renders and `--json` writes as they are. A time in a
 state is one visit of one machine instance; the wait in vLLM's queue before the first record is a state of its own here
-(`QUEUED`). What is not over at the end of the trace is counted as open, and its last state is not among the times.
+(`traced.QUEUED`). What is not over at the end of the trace is counted as open, and its last state is not among the
+times.
 """
 
 from __future__ import annotations
@@ -17,12 +18,9 @@ import msgspec
 from connector.clock import NS_PER_SECOND
 from connector.observe.advice import WHAT_TO_DO
 from connector.observe.history import DONE, OPEN, History, Story, deciding_rank
-from connector.observe.traced import MACHINES
+from connector.observe.traced import MACHINES, QUEUED
 from statemachine import lease, peer, request
 from statemachine.failures import LeaseExpired
-
-QUEUED = "(in vLLM's queue)"
-"""Stands for a state before the first one: the engine knew the request, and had not scheduled it."""
 
 EXAMPLES_MAX = 3
 

@@ -14,7 +14,7 @@ from connector.layout.local import LocalRank
 from connector.layout.plan_cache import PlanCache
 from connector.observe.event_log import EventLog
 from connector.ports.side_channel import SideChannel
-from connector.protocol import Outcome
+from connector.protocol import WorkerEvent
 from connector.runtime.pace import Pace
 from connector.runtime.reads import Reads
 from connector.runtime.recorder import Recorder
@@ -31,7 +31,7 @@ class ActorContext:
         process: a secret of this process, of which it makes what each P calls it: 32 hex digits.
         plans: of READs from the engines that were met.
         pace: of long computations.
-        emit: hands an outcome to the engine thread.
+        emit: hands a worker event to the engine thread.
         log_failure: writes one line for people: subject, failure.
         sums: where the engine thread is asked for checksums.
         event_log: what becomes of peers, for people; None: nobody wants to know.
@@ -47,7 +47,7 @@ class ActorContext:
     recorder: Recorder
     plans: PlanCache
     pace: Pace
-    emit: Callable[[Outcome], None]
+    emit: Callable[[WorkerEvent], None]
     log_failure: Callable[[str, Failure], None]
     log_crash: Callable[[str, BaseException], None]
     event_log: EventLog | None

@@ -6,7 +6,7 @@ It is always on, so it has to be cheap (`tests/bench/bench_trace.py`).
 
 Handing over costs neither thread a lock. The trio thread adds to integers in one list and appends durations to a deque;
 the engine thread copies the list, which is one call that nothing can come between, and subtracts what it saw last
-time. The recorder catches up before an executor reports a result, so when the engine thread takes the outcome of a
+time. The recorder catches up before an executor reports a result, so when the engine thread takes the end of a
 request, the figures already contain its end. That makes the gauges right when the engine falls asleep: vLLM steps as
 long as a request waits or a lease is held, and the step that ends the last of them takes figures without it.
 """

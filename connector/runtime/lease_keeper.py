@@ -45,8 +45,8 @@ from connector.protocol import (
     LeaseGranted,
     LeaseWithdrawn,
     Noted,
-    Outcome,
     SendEnded,
+    WorkerEvent,
 )
 from connector.runtime.mailbox import Mailbox
 from connector.runtime.restarts import keep_running
@@ -93,7 +93,7 @@ class LeaseKeeper:
     Args:
         observe: told of every step of a lease; None: nobody wants to know.
         catch_up: has what `observe` was told put to use: before the engine hears of a lease's end, and after all else.
-        emit: hands an outcome to the engine thread.
+        emit: hands a worker event to the engine thread.
         log_failure: writes one line for people: subject, failure. It limits how many it writes.
         log_crash: writes a line with a traceback: which task, what it raised.
         watch_notifications: tells the NIXL port whether anybody may be reading from us.
@@ -114,7 +114,7 @@ class LeaseKeeper:
         clock: Clock,
         observe: Observer | None,
         catch_up: Callable[[], None] = lambda: None,
-        emit: Callable[[Outcome], None],
+        emit: Callable[[WorkerEvent], None],
         log_failure: Callable[[str, Failure], None],
         log_crash: Callable[[str, BaseException], None],
         watch_notifications: Callable[[bool], None],

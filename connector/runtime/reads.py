@@ -40,7 +40,7 @@ from connector.ports.nixl import (
     ReadMeasured,
     ReadPosted,
 )
-from connector.protocol import Noted, Outcome
+from connector.protocol import Noted, WorkerEvent
 from statemachine.failures import Failure, TransferError
 from statemachine.remote_engine import ReadEnded
 
@@ -115,7 +115,7 @@ class Reads:
         *,
         port: NixlPort,
         clock: Clock,
-        emit: Callable[[Outcome], None],
+        emit: Callable[[WorkerEvent], None],
         on_notification: Callable[[NotificationReceived], None],
         on_broken: Callable[[str], None],
         log_crash: Callable[[str, BaseException], None],

@@ -2,7 +2,7 @@
 
     engine thread --commands--> supervisor --> peer actors (one per remote engine) --> Reads --> NIXL port
                                           \\-> lease keeper <-- control socket, notifications
-    engine thread <--outcomes------------------ all of them
+    engine thread <--worker events------------- all of them
 
 `deliver` is called in the trio thread by the engine's mailbox, once per command, and never blocks.
 
@@ -40,7 +40,6 @@ from connector.protocol import (
     LoadFailed,
     LocalPrefillsSeen,
     MeetPeer,
-    Outcome,
     PeerAddress,
     ReceiveEnded,
     RejectPull,
@@ -48,6 +47,7 @@ from connector.protocol import (
     SumsFound,
     TrackLease,
     WarmedUp,
+    WorkerEvent,
     WorkerStopped,
 )
 from connector.runtime.context import ActorContext
@@ -82,7 +82,7 @@ class Supervisor:
     Args:
         control: the control socket, of `side_channel`.
         process: a secret of this process, of which it makes what each P calls it: 32 hex digits.
-        emit: hands an outcome to the engine thread.
+        emit: hands a worker event to the engine thread.
         log_failure: writes one line for people.
         log_crash: writes a line with a traceback: which actor, what it raised.
         event_log: what becomes of peers and leases, for people; None: nobody wants to know.
@@ -105,7 +105,7 @@ class Supervisor:
         process: str,
         clock: Clock,
         recorder: Recorder,
-        emit: Callable[[Outcome], None],
+        emit: Callable[[WorkerEvent], None],
         log_failure: Callable[[str, Failure], None],
         log_crash: Callable[[str, BaseException], None],
         event_log: EventLog | None = None,

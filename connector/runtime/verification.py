@@ -22,7 +22,7 @@ import trio
 
 from connector.layout.verification import Compared, Match, Numbers
 from connector.ports.nixl import MemoryRun
-from connector.protocol import Outcome, Stretch, SumsFound, SumsWanted
+from connector.protocol import Stretch, SumsFound, SumsWanted, WorkerEvent
 from connector.wire.bounded import DecodeFailed
 from connector.wire.control import AskSums, LeaseSums, Sums, decode_sums
 from statemachine.failures import Corrupt
@@ -124,10 +124,10 @@ class SumDesk:
     """Where sums of local memory are ordered from the engine thread. One for a rank; in the trio thread.
 
     Args:
-        emit: hands an outcome to the engine thread.
+        emit: hands a worker event to the engine thread.
     """
 
-    def __init__(self, emit: Callable[[Outcome], None]) -> None:
+    def __init__(self, emit: Callable[[WorkerEvent], None]) -> None:
         self._emit = emit
         self._tickets = 0
         self._waiting: dict[int, Callable[[SumsFound], None]] = {}

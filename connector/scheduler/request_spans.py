@@ -21,7 +21,8 @@ from vllm.tracing import extract_trace_context
 from connector.clock import NS_PER_SECOND
 from connector.observe.history import deciding_rank
 from connector.observe.log import CrashCount
-from connector.observe.spans import ARRIVAL, HELD, REPORTED, Attribute, Part, PullTimes, makes_spans
+from connector.observe.spans import ARRIVAL, REPORTED, Attribute, Part, PullTimes, makes_spans
+from connector.observe.traced import QUEUED
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
@@ -129,7 +130,7 @@ class RequestSpans:
         parts = [Part(ARRIVAL, arrived_ns, found.heard_ns)]
         for part in times.parts:
             # The worker knows how long it was held, and not when: on its way to the worker it waited too.
-            start_ns = found.heard_ns if part.name == HELD else part.start_ns
+            start_ns = found.heard_ns if part.name == QUEUED else part.start_ns
             parts.append(Part(part.name, start_ns, max(start_ns, part.end_ns)))
         parts.append(Part(REPORTED, parts[-1].end_ns, max(parts[-1].end_ns, end_ns)))
         more: dict[str, Attribute] = {

@@ -1,9 +1,9 @@
-"""The worker-process side, on the engine thread: registration once, then commands out and outcomes in.
+"""The worker-process side, on the engine thread: registration once, then commands out and worker events in.
 
 After `register_kv_caches` the engine thread makes no NIXL and no ZMQ call. `start_load_kv` appends this step's commands
-to a deque and wakes the actors once; `get_transfer_results` empties the deque of outcomes. Neither waits for another
-thread. The engine thread waits for the device in four cases: for copies between it and the host where KV is staged
-there (`host_staging`), for checksums with the option `verify` (`block_sums`), on ROCm before states are reported
+to a deque and wakes the actors once; `get_transfer_results` empties the deque of worker events. Neither waits for
+another thread. The engine thread waits for the device in four cases: for copies between it and the host where KV is
+staged there (`host_staging`), for checksums with the option `verify` (`block_sums`), on ROCm before states are reported
 (`finishing`), and where a step may still write blocks that are lent with it (`step_fence`). On CPUs, what follows a
 READ (permuting, packing, zeroing) is computed in `get_transfer_results`.
 
@@ -45,11 +45,11 @@ from connector.protocol import (
     Command,
     LeaseGranted,
     LoadFailed,
-    Outcome,
     SendEnded,
     SumsFound,
     SumsWanted,
     WarmedUp,
+    WorkerEvent,
     WorkerStopped,
 )
 from connector.runtime.figures import Figures
@@ -373,11 +373,11 @@ class ConnectorWorker:
             is_warm=False,
         )
 
-    def _emit(self, outcome: Outcome) -> None:
+    def _emit(self, event: WorkerEvent) -> None:
         """Trio thread: for the engine thread, which hears of it with its next step. An idle engine takes none."""
-        self.ledger.record(outcome)
-        if isinstance(outcome, WorkerStopped):
-            self._die(outcome.reason)
+        self.ledger.record(event)
+        if isinstance(event, WorkerStopped):
+            self._die(event.reason)
 
     def _note_crash(self, actor_name: str, error: BaseException) -> None:
         """Trio thread."""

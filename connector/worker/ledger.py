@@ -1,8 +1,8 @@
 """What vLLM waits for, and what it is told: the engine thread's book of open transfers.
 
-Commands pass through on their way to the actors (`enter`), outcomes on their way back (`record`, called in the trio
-thread; `take_results`, on the engine thread). In between the ledger remembers only what must be given back when the
-actors are gone: the requests that wait for KV and the leases that vLLM holds blocks for.
+Commands pass through on their way to the actors (`enter`), worker events on their way back (`record`, called in the
+trio thread; `take_results`, on the engine thread). In between the ledger remembers only what must be given back when
+the actors are gone: the requests that wait for KV and the leases that vLLM holds blocks for.
 
 If the actors die, everything fails closed (`fail_closed`). Waiting requests are reported as failed with their blocks
 quarantined, because nobody watches their READs any more; leases are given back when no reader can believe in them any
@@ -31,7 +31,6 @@ from connector.protocol import (
     Command,
     LeaseGranted,
     Noted,
-    Outcome,
     QuarantineLifted,
     ReceiveEnded,
     RejectPull,
@@ -39,6 +38,7 @@ from connector.protocol import (
     StartPull,
     SumsWanted,
     TrackLease,
+    WorkerEvent,
     WorkerStopped,
 )
 from connector.step_metadata import WorkerReport
@@ -63,7 +63,7 @@ class TransferLedger:
     def __init__(self, clock: Clock, lease_seconds: float) -> None:
         self._clock = clock
         self._lease_ns = to_ns(lease_seconds)
-        self._outcomes: deque[Outcome] = deque()
+        self._events: deque[WorkerEvent] = deque()
         # How often each of those has come that are only counted, and what of that was taken: they are not kept, for
         # peers and strangers can cause them while the engine is idle and takes none. The trio thread counts; the
         # engine thread takes.
@@ -72,7 +72,7 @@ class TransferLedger:
         self._stats = ConnectorStats()
         self._crashes = CrashCount()
         self._report = WorkerReport()
-        # Whether outcomes have come since the last `take_stats`, and whether the report says anything.
+        # Whether worker events have come since the last `take_stats`, and whether the report says anything.
         self._has_figures = False
         self._has_news = False
         self._loaded: list[Loaded] = []
@@ -114,7 +114,7 @@ class TransferLedger:
         match command:
             case StartPull(awaited=True) | RejectPull():
                 failure = ConnectorStopped(detail="its actors died earlier")
-                self._outcomes.append(
+                self._events.append(
                     ReceiveEnded(
                         request_id=command.request_id,
                         failure=failure,
@@ -127,35 +127,35 @@ class TransferLedger:
 
     # --- on the way back ----------------------------------------------------------------------------------------
 
-    def record(self, outcome: Outcome) -> None:
+    def record(self, event: WorkerEvent) -> None:
         """Something has ended. It is told with the next `take_results`. Any thread, but for what is only counted: the
         trio thread."""
-        if isinstance(outcome, Noted):
-            self._noted[outcome.figure] += 1
+        if isinstance(event, Noted):
+            self._noted[event.figure] += 1
         else:
-            self._outcomes.append(outcome)
+            self._events.append(event)
 
     def take_results(self) -> KVConnectorTransferResults:
         """What has ended since the last call, but for requests that were loaded: see `take_loaded`."""
         results = KVConnectorTransferResults()
         if self._noted != self._noted_taken:
             self._take_noted()
-        while self._outcomes:
-            outcome = self._outcomes.popleft()
-            if self._is_repeated(outcome):
+        while self._events:
+            event = self._events.popleft()
+            if self._is_repeated(event):
                 continue
-            match outcome:
+            match event:
                 case SumsWanted():
-                    self.sums_wanted.append(outcome)
+                    self.sums_wanted.append(event)
                     continue
                 case ReceiveEnded(failure=None):
-                    tables = self._open_receives.pop(outcome.request_id)
-                    self._loaded.append(Loaded(outcome.request_id, tables, outcome.landed, outcome.unfilled))
+                    tables = self._open_receives.pop(event.request_id)
+                    self._loaded.append(Loaded(event.request_id, tables, event.landed, event.unfilled))
                     continue  # it is counted when it is told
-            self._count(self._stats.add, outcome)
-            match outcome:
+            self._count(self._stats.add, event)
+            match event:
                 case ReceiveEnded():
-                    self._end_receive(outcome, results)
+                    self._end_receive(event, results)
                 case SendEnded(request_id=request_id):
                     del self._open_sends[request_id]
                     results.finished_sending.add(request_id)
@@ -221,14 +221,14 @@ class TransferLedger:
         failure = ConnectorStopped(detail=f"its actors died: {cause!r}")
         for request_id, tables in self._open_receives.items():
             block_ids = [block_id for table in tables for block_id in table]
-            self._outcomes.append(
+            self._events.append(
                 ReceiveEnded(request_id=request_id, failure=failure, local_block_ids=block_ids, quarantined=True)
             )
         # A reader may have renewed its lease at the moment of death; nobody could since.
         renewed_until_ns = self._dead_since_ns + self._lease_ns
         for request_id, granted_until_ns in self._open_sends.items():
             if now_ns >= max(granted_until_ns, renewed_until_ns):
-                self._outcomes.append(SendEnded(request_id=request_id, expired=True))
+                self._events.append(SendEnded(request_id=request_id, expired=True))
 
     # --- inside -------------------------------------------------------------------------------------------------
 
@@ -241,7 +241,7 @@ class TransferLedger:
         try:
             count(*figures, **named)
         except Exception as error:  # a figure is not worth a request
-            self._crashes.note("counting of outcomes", error)
+            self._crashes.note("counting of worker events", error)
         self._has_figures = True
 
     def _note_stop(self, reason: str) -> None:
@@ -249,9 +249,9 @@ class TransferLedger:
             self._report.stopped = shorten(reason, REASON_LENGTH_MAX)
             self._has_news = True
 
-    def _is_repeated(self, outcome: Outcome) -> bool:
+    def _is_repeated(self, event: WorkerEvent) -> bool:
         """Whether vLLM was told already: when the actors died, what was open was ended on their behalf."""
-        match outcome:
+        match event:
             case ReceiveEnded(request_id=request_id):
                 return request_id not in self._open_receives
             case SendEnded(request_id=request_id):
@@ -259,10 +259,10 @@ class TransferLedger:
             case _:
                 return False
 
-    def _end_receive(self, outcome: ReceiveEnded, results: KVConnectorTransferResults) -> None:
-        del self._open_receives[outcome.request_id]
-        results.finished_recving.add(outcome.request_id)
-        results.failed_recving.add(outcome.request_id)
-        if outcome.quarantined:
-            self._report.quarantined.append(outcome.local_block_ids)
+    def _end_receive(self, event: ReceiveEnded, results: KVConnectorTransferResults) -> None:
+        del self._open_receives[event.request_id]
+        results.finished_recving.add(event.request_id)
+        results.failed_recving.add(event.request_id)
+        if event.quarantined:
+            self._report.quarantined.append(event.local_block_ids)
             self._has_news = True

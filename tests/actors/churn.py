@@ -272,7 +272,7 @@ async def meet(d: Engine, peers: Peers, manner: Manner, ends: Counter[str]) -> i
     await peers.end(kill=manner is not Manner.LEAVE)
     if manner is Manner.DIE_IN_THE_MIDDLE:
         await take_ends(d, asked, ends)
-    d.outcomes.clear()
+    d.events.clear()
     d.failures.clear()
     return _take_forgotten(d)
 

@@ -1,7 +1,7 @@
 """Prefill and decode engines made of the production actors, real NIXL agents and real ZMQ sockets, and numpy memory.
 
-Everything of vLLM is left out: a test plays the scheduler by delivering commands and reading outcomes. Both engines
-live in one process and one trio run; NIXL moves the bytes between their buffers as it would between processes.
+Everything of vLLM is left out: a test plays the scheduler by delivering commands and reading worker events. Both
+engines live in one process and one trio run; NIXL moves the bytes between their buffers as it would between processes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from connector.protocol import (
     GroupPull,
     LeaseComputing,
     LeaseGranted,
-    Outcome,
     PeerAddress,
     ReceiveEnded,
     SendEnded,
@@ -45,6 +44,7 @@ from connector.protocol import (
     SumsFound,
     SumsWanted,
     TrackLease,
+    WorkerEvent,
 )
 from connector.runtime.listener import HandshakeListener
 from connector.runtime.reads import DESCRIPTORS_AHEAD_MAX
@@ -120,21 +120,21 @@ class WarpedClock:
         self.leap(seconds * self._rate)
 
 
-class Outcomes(list[Outcome]):
-    """What the engine thread was told. `breaks_on` is an outcome kind on which telling it raises, once."""
+class WorkerEvents(list[WorkerEvent]):
+    """What the engine thread was told. `breaks_on` is a kind of worker event on which telling it raises, once."""
 
-    breaks_on: type[Outcome] | None = None
+    breaks_on: type[WorkerEvent] | None = None
     deliver: Callable[[SumsFound], None]
     """To the actors, which the engine thread does later."""
 
-    def tell(self, outcome: Outcome) -> None:
-        if isinstance(outcome, SumsWanted):
-            trio.lowlevel.current_trio_token().run_sync_soon(lambda: self.deliver(sums.found(outcome)))
+    def tell(self, event: WorkerEvent) -> None:
+        if isinstance(event, SumsWanted):
+            trio.lowlevel.current_trio_token().run_sync_soon(lambda: self.deliver(sums.found(event)))
             return
-        if self.breaks_on is not None and isinstance(outcome, self.breaks_on):
+        if self.breaks_on is not None and isinstance(event, self.breaks_on):
             self.breaks_on = None
             raise RuntimeError("injected")
-        self.append(outcome)
+        self.append(event)
 
 
 class HeardPort(RealNixlPort):
@@ -182,7 +182,7 @@ class Engine:
     control: Listener
     clock: Clock
     trace: ListSink
-    outcomes: Outcomes
+    events: WorkerEvents
     failures: list[tuple[str, Failure]]
     crashes: list[tuple[str, BaseException]]
     refused: list[str]
@@ -234,12 +234,12 @@ class Engine:
         return self.port.counts()
 
     def received(self, request_id: str) -> ReceiveEnded | None:
-        found = [o for o in self.outcomes if isinstance(o, ReceiveEnded) and o.request_id == request_id]
+        found = [o for o in self.events if isinstance(o, ReceiveEnded) and o.request_id == request_id]
         assert len(found) <= 1, f"{request_id} was reported {len(found)} times"
         return found[0] if found else None
 
     def sent(self, request_id: str) -> SendEnded | None:
-        found = [o for o in self.outcomes if isinstance(o, SendEnded) and o.request_id == request_id]
+        found = [o for o in self.events if isinstance(o, SendEnded) and o.request_id == request_id]
         assert len(found) <= 1, f"{request_id} was freed {len(found)} times"
         return found[0] if found else None
 
@@ -451,7 +451,7 @@ def _rank(
     refused: list[str] = []
     side_channel = _channel(channel_access(options), refused)
     control = side_channel.listen(HOST, 0, frame_bytes_max=REQUEST_BYTES_MAX)
-    trace, outcomes = ListSink(), Outcomes()
+    trace, events = ListSink(), WorkerEvents()
     failures, crashes = list[tuple[str, Failure]](), list[tuple[str, BaseException]]()
 
     def log_failure(subject: str, failure: Failure) -> None:
@@ -473,14 +473,14 @@ def _rank(
             clock=clock,
             sink=combined([trace] if also_trace is None else [trace, also_trace]),
         ),
-        emit=outcomes.tell,
+        emit=events.tell,
         log_failure=log_failure,
         log_crash=lambda name, error: crashes.append((name, error)),
         event_log=EventLog(engine_id, rank.tp_rank, clock=clock, log_failure=log_failure),
         descriptors_ahead_max=descriptors_ahead_max,
         is_warm=is_warm,
     )
-    outcomes.deliver = supervisor.deliver
+    events.deliver = supervisor.deliver
     return Engine(
         engine_id,
         options,
@@ -491,7 +491,7 @@ def _rank(
         control,
         clock,
         trace,
-        outcomes,
+        events,
         failures,
         crashes,
         refused,

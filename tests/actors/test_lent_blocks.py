@@ -62,11 +62,11 @@ def test_a_crash_in_one_lease_costs_no_other_its_deadline() -> None:
             names = [f"lent-{number}" for number in range(6)]
             for name in names:
                 p.lend(name)
-            p.outcomes.breaks_on = SendEnded
+            p.events.breaks_on = SendEnded
             await until(lambda: all("held" in p.trace.path("lease", name) for name in names))
             time.sleep(0.4)
             found = await ended(p, names, len(names) - 1)
-            assert p.outcomes.breaks_on is None, "nothing has crashed"
+            assert p.events.breaks_on is None, "nothing has crashed"
             assert len(found) >= len(names) - 1, f"only {found} of {names} have ended"
 
     run(test)
@@ -124,7 +124,7 @@ def test_what_is_released_already_is_not_counted_as_late() -> None:
             for number in range(3):
                 d.borrow(f"again-{number}", loan, p.address, [], [], awaited=False)
             await trio.sleep(0.3)
-            assert Noted(figure=LATE_NOTIFICATIONS) not in p.outcomes
+            assert Noted(figure=LATE_NOTIFICATIONS) not in p.events
             assert p.failures == []
 
     run(test)

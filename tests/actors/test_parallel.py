@@ -340,11 +340,11 @@ async def descriptors(ranks: list[Engine], reads: int) -> int:
     """Of all READs. What a READ was made of is told after its end, perhaps after the end of its request."""
     for each in ranks:
         await until(lambda rank=each: len(measured(rank)) == reads)
-    return sum(outcome.descriptors for each in ranks for outcome in measured(each))
+    return sum(event.descriptors for each in ranks for event in measured(each))
 
 
 def measured(rank: Engine) -> list[ReadMeasured]:
-    return [outcome for outcome in rank.outcomes if isinstance(outcome, ReadMeasured)]
+    return [event for event in rank.events if isinstance(event, ReadMeasured)]
 
 
 def test_a_peer_of_our_own_order_is_read_to_where_its_kv_stays() -> None:

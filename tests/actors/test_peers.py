@@ -466,7 +466,7 @@ def test_an_effect_that_raises_costs_no_other() -> None:
 
     async def test() -> None:
         async with engine("d") as d:
-            d.outcomes.breaks_on = ReceiveEnded
+            d.events.breaks_on = ReceiveEnded
             for request_id in ("a", "b"):
                 d.pull(request_id, nobody("gone"), [1], [1])
             assert (await failure_of(d, "b")).kind == "ConnectionRefused"

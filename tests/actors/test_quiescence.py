@@ -27,7 +27,7 @@ THEIRS, NEXT_OWNER = 7, 77
 
 
 def is_lifted(d: Engine, block_ids: list[int]) -> bool:
-    return any(isinstance(o, QuarantineLifted) and o.local_block_ids == block_ids for o in d.outcomes)
+    return any(isinstance(o, QuarantineLifted) and o.local_block_ids == block_ids for o in d.events)
 
 
 @pytest.mark.parametrize("answer", [Answer.ERROR, Answer.ERROR_AT_POST])
@@ -153,12 +153,12 @@ def test_an_id_that_is_used_again_while_its_blocks_are_in_quarantine_gets_none_o
             lease = lend_by_all([p], "remote-again")
             d.wait_for("a", lease, p.address)
             d.borrow("a", lease, p.address, [20, 21], [7, 8])
-            _, again = [each for each in d.outcomes if isinstance(each, ReceiveEnded) and each.request_id == "a"]
+            _, again = [each for each in d.events if isinstance(each, ReceiveEnded) and each.request_id == "a"]
             assert again.failure == RequestIdInQuarantine(blocks=3)
             assert not again.quarantined
             late.let_go()
             await until(lambda: is_lifted(d, [4, 6, 9]))
-            assert [each.local_block_ids for each in d.outcomes if isinstance(each, QuarantineLifted)] == [[4, 6, 9]]
+            assert [each.local_block_ids for each in d.events if isinstance(each, QuarantineLifted)] == [[4, 6, 9]]
             assert d.crashes == []
             await until(lambda: p.sent("remote-again"), 20.0)
 

@@ -189,7 +189,7 @@ def test_a_request_that_is_aborted_while_its_blocks_are_summed_ends() -> None:
         async with engine("p", serves=True, options=ALL) as p, engine("d", options=ALL) as d:
             fill(p)
             wanted = []
-            d.outcomes.deliver = wanted.append
+            d.events.deliver = wanted.append
             p.lend("remote-a")
             d.pull("a", p, [1], [1])
             await until(lambda: wanted)
@@ -209,8 +209,8 @@ def test_what_was_read_over_a_connection_that_has_become_suspect_is_compared_too
     async def test() -> None:
         async with engine("p", serves=True, options=ALL) as p, engine("d", options=ALL) as d:
             fill(p)
-            found, deliver = [], d.outcomes.deliver
-            d.outcomes.deliver = found.append
+            found, deliver = [], d.events.deliver
+            d.events.deliver = found.append
             p.lend("remote-a")
             p.memory[1, 1, 7] ^= 16
             d.pull("a", p, [1], [1])

@@ -105,4 +105,4 @@ def test_each_notification_that_nixl_does_not_send_is_counted(monkeypatch: pytes
 
 def failed_notifications(rank: Engine) -> int:
     """As the ledger hears of it."""
-    return rank.outcomes.count(Noted(figure=FAILED_NOTIFICATIONS))
+    return rank.events.count(Noted(figure=FAILED_NOTIFICATIONS))

@@ -87,7 +87,7 @@ class Decode:
         self._token.run_sync_soon(self._engine.pull, str(number), self._peer, blocks, blocks)
 
     def reports(self) -> int:
-        return len(self._engine.outcomes)
+        return len(self._engine.events)
 
     def require_all_done(self) -> None:
         failed = [failure for _, failure in self._engine.failures]

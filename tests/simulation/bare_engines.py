@@ -30,12 +30,12 @@ from connector.protocol import (
     Command,
     LeaseComputing,
     LeaseGranted,
-    Outcome,
     PeerAddress,
     ReceiveEnded,
     SendEnded,
     StartPull,
     TrackLease,
+    WorkerEvent,
 )
 from connector.runtime.listener import HandshakeListener
 from connector.runtime.recorder import Recorder
@@ -115,7 +115,7 @@ class Rank:
         world: FakeNixlWorld,
         engine_id: str,
         memory: npt.NDArray[np.uint8],
-        emit: Callable[[Outcome], None],
+        emit: Callable[[WorkerEvent], None],
         *,
         tp_rank: int = 0,
         tp_size: int = 1,
@@ -187,7 +187,7 @@ class Prefill:
         engine_id: str,
         memory: npt.NDArray[np.uint8],
         ranks: int,
-        emit: Callable[[Outcome], None],
+        emit: Callable[[WorkerEvent], None],
     ) -> None:
         self.ranks = [Rank(doors, world, engine_id, memory, emit, tp_rank=rank, tp_size=ranks) for rank in range(ranks)]
         host = doors.host_of(engine_id)
@@ -301,8 +301,8 @@ class BareEngines:
     def _lease(self, number: int) -> LeaseName:
         return LeaseName(request_name(number), 1)
 
-    def _hear(self, outcome: Outcome) -> None:
-        match outcome:
+    def _hear(self, event: WorkerEvent) -> None:
+        match event:
             case ReceiveEnded(failure=failure):
                 assert failure is None, failure
                 self.reported += 1

@@ -1,9 +1,9 @@
 """The engines of a simulated cluster: production actors on fake ports, and the scheduler of each as a script.
 
-`Engine` is what outlives the lives of an engine (`process`): the block pool of the scheduler and the poll of outcomes.
-`PrefillEngine` and `DecodeEngine` play the parts of vLLM's scheduler that the connector meets; what they do that takes
-time is a script on the agenda. A block that is freed is overwritten at once and handed out again first, so that whoever
-still reads or writes it is caught.
+`Engine` is what outlives the lives of an engine (`process`): the block pool of the scheduler and the poll of worker
+events. `PrefillEngine` and `DecodeEngine` play the parts of vLLM's scheduler that the connector meets; what they do
+that takes time is a script on the agenda. A block that is freed is overwritten at once and handed out again first, so
+that whoever still reads or writes it is caught.
 
 What the scheduler decides goes to all ranks. As in vLLM, a request has been received, or sent, when all ranks have said
 so; it was not received when any of them failed, and a block is kept from the pool for as long as any rank's READs may
@@ -30,7 +30,6 @@ from connector.protocol import (
     LeaseComputing,
     LeaseGranted,
     LeaseWithdrawn,
-    Outcome,
     PeerAddress,
     QuarantineLifted,
     ReceiveEnded,
@@ -38,6 +37,7 @@ from connector.protocol import (
     SendEnded,
     StartPull,
     TrackLease,
+    WorkerEvent,
     WorkerStopped,
 )
 from statemachine.failures import BadParams, Failure
@@ -100,7 +100,7 @@ class _Entry:
 
 
 class Engine:
-    """A scheduler: a pool, and outcomes that are looked at once a step. Its first life begins at once."""
+    """A scheduler: a pool, and worker events that are looked at once a step. Its first life begins at once."""
 
     def __init__(self, around: Surroundings, name: str, chance: random.Random, variant: Variant = Variant.SAME) -> None:
         self.around = around
@@ -110,7 +110,7 @@ class Engine:
         self.process: Process
         self.pool: Pool
         self.shape = around.engines.get(name, EngineShape())
-        self._outcomes: deque[tuple[int, Outcome]] = deque()
+        self._events: deque[tuple[int, WorkerEvent]] = deque()
         self._polls = False
         self._queue: deque[_Entry] = deque()
         self._lives = 0
@@ -129,7 +129,7 @@ class Engine:
     def crash(self) -> None:
         """The process is gone, and everybody who waits for it is told."""
         self.process.kill()
-        self._outcomes.clear()
+        self._events.clear()
         self.lent_prefills = 0
         queue, self._queue = self._queue, deque()
         for entry in queue:
@@ -165,11 +165,11 @@ class Engine:
             self.around.oracles.check_unwritten(self.name, entry.blocks, self.process.blocks_written_to(), "hands out")
             entry.served.set()
 
-    # --- outcomes ---------------------------------------------------------------------------------------------------
+    # --- worker events ---------------------------------------------------------------------------------------------
 
-    def hear(self, tp_rank: int, outcome: Outcome) -> None:
-        """The connector emitted an outcome; the scheduler learns of it with its next step."""
-        self._outcomes.append((tp_rank, outcome))
+    def hear(self, tp_rank: int, event: WorkerEvent) -> None:
+        """The connector emitted a worker event; the scheduler learns of it with its next step."""
+        self._events.append((tp_rank, event))
         if not self._polls:
             self._polls = True
             stopped = self.around.faults.hits(Kind.STOP_POLLING, self.name)
@@ -179,10 +179,10 @@ class Engine:
 
     def _poll(self) -> None:
         self._polls = False
-        while self._outcomes:
-            self.act_on(*self._outcomes.popleft())
+        while self._events:
+            self.act_on(*self._events.popleft())
 
-    def act_on(self, tp_rank: int, outcome: Outcome) -> None:
+    def act_on(self, tp_rank: int, event: WorkerEvent) -> None:
         raise NotImplementedError
 
 
@@ -295,24 +295,24 @@ class PrefillEngine(Engine):
             pool_blocks=self.pool.blocks,
         )
 
-    def hear(self, tp_rank: int, outcome: Outcome) -> None:
-        if isinstance(outcome, SendEnded):
+    def hear(self, tp_rank: int, event: WorkerEvent) -> None:
+        if isinstance(event, SendEnded):
             now_ns = self.process.ranks[tp_rank].clock.now_ns()
-            if not self.around.oracles.free(self.owner, outcome.request_id, tp_rank, now_ns, expired=outcome.expired):
+            if not self.around.oracles.free(self.owner, event.request_id, tp_rank, now_ns, expired=event.expired):
                 return
-        super().hear(tp_rank, outcome)
+        super().hear(tp_rank, event)
 
-    def act_on(self, tp_rank: int, outcome: Outcome) -> None:
+    def act_on(self, tp_rank: int, event: WorkerEvent) -> None:
         """The blocks are free again when the lease has ended on every rank."""
-        if isinstance(outcome, WorkerStopped):
-            self.process.stop_serving(outcome.reason)
-        elif isinstance(outcome, SendEnded):
-            still_lending = self._still_lending[outcome.request_id]
+        if isinstance(event, WorkerStopped):
+            self.process.stop_serving(event.reason)
+        elif isinstance(event, SendEnded):
+            still_lending = self._still_lending[event.request_id]
             still_lending.discard(tp_rank)
             if not still_lending:
-                del self._still_lending[outcome.request_id]
+                del self._still_lending[event.request_id]
                 self.lent_prefills -= 1
-                self.give(self._blocks.pop(outcome.request_id))
+                self.give(self._blocks.pop(event.request_id))
 
     def crash(self) -> None:
         self.around.oracles.forget_leases(self.owner)
@@ -543,60 +543,60 @@ class DecodeEngine(Engine):
                 return
         self.give(pull.blocks)
 
-    def hear(self, tp_rank: int, outcome: Outcome) -> None:
+    def hear(self, tp_rank: int, event: WorkerEvent) -> None:
         oracles = self.around.oracles
-        match outcome:
+        match event:
             case ReceiveEnded():
-                oracles.report(outcome.request_id, tp_rank, outcome.failure)
-                if outcome.quarantined:
-                    self._keep_aside(tp_rank, len(outcome.local_block_ids))
+                oracles.report(event.request_id, tp_rank, event.failure)
+                if event.quarantined:
+                    self._keep_aside(tp_rank, len(event.local_block_ids))
             case QuarantineLifted():
-                self._keep_aside(tp_rank, -len(outcome.local_block_ids))
+                self._keep_aside(tp_rank, -len(event.local_block_ids))
             case _:
                 pass
-        super().hear(tp_rank, outcome)
+        super().hear(tp_rank, event)
 
     def _keep_aside(self, tp_rank: int, blocks: int) -> None:
         limit_blocks = limit_of(self.around.options_of(self.name).quarantine_limit, self.pool.blocks)
         self.around.oracles.keep_aside(self.name, tp_rank, blocks, limit_blocks)
 
-    def act_on(self, tp_rank: int, outcome: Outcome) -> None:
-        match outcome:
+    def act_on(self, tp_rank: int, event: WorkerEvent) -> None:
+        match event:
             case ReceiveEnded():
-                self._end_receive(tp_rank, outcome)
+                self._end_receive(tp_rank, event)
             case QuarantineLifted(local_block_ids=blocks):
                 self._lift(tp_rank, blocks)
             case _:
                 pass
 
-    def _end_receive(self, tp_rank: int, outcome: ReceiveEnded) -> None:
+    def _end_receive(self, tp_rank: int, event: ReceiveEnded) -> None:
         """One rank has reported; the last one ends the request."""
-        receive = self._receives.get(outcome.request_id)
+        receive = self._receives.get(event.request_id)
         if receive is None:
             return
         receive.awaited_from.discard(tp_rank)
-        if outcome.quarantined:
-            if outcome.local_block_ids != receive.blocks:  # vLLM keeps those aside that are named
-                named = f"{outcome.local_block_ids} of {receive.blocks}"
-                self.around.oracles.complain("block reuse", f"{outcome.request_id}: {named} are named in quarantine")
+        if event.quarantined:
+            if event.local_block_ids != receive.blocks:  # vLLM keeps those aside that are named
+                named = f"{event.local_block_ids} of {receive.blocks}"
+                self.around.oracles.complain("block reuse", f"{event.request_id}: {named} are named in quarantine")
             if tp_rank not in receive.lifted_early:
                 receive.written_by.add(tp_rank)
-        if outcome.failure is None:
-            self._zero(tp_rank, outcome)
+        if event.failure is None:
+            self._zero(tp_rank, event)
         elif receive.failure is None:
-            receive.failure = outcome.failure
+            receive.failure = event.failure
         if not receive.awaited_from:
-            del self._receives[outcome.request_id]
+            del self._receives[event.request_id]
             if receive.written_by:
                 receive.was_quarantined = True
                 self._quarantined.append(receive)
             receive.ended.set()
 
-    def _zero(self, tp_rank: int, outcome: ReceiveEnded) -> None:
+    def _zero(self, tp_rank: int, event: ReceiveEnded) -> None:
         """What no READ has filled."""
-        if outcome.unfilled is not None:
+        if event.unfilled is not None:
             self.around.oracles.coverage["tail zeroed"] += 1
-            self.process.ranks[tp_rank].memory.zero(outcome.unfilled)
+            self.process.ranks[tp_rank].memory.zero(event.unfilled)
 
     def _lift(self, tp_rank: int, blocks: list[int]) -> None:
         """One rank's READs write no more; the last one frees the blocks of a request that has ended."""

@@ -27,10 +27,10 @@ from connector.protocol import (
     AfterSteps,
     Command,
     LeaseGranted,
-    Outcome,
     PeerAddress,
     StartPull,
     SumsWanted,
+    WorkerEvent,
     WorkerStopped,
 )
 from connector.runtime.draining import EngineDraining, Lent, OwnWorker
@@ -181,8 +181,8 @@ class Owner(Protocol):
         """Those that are lent, or were accepted and will be."""
         ...
 
-    def hear(self, tp_rank: int, outcome: Outcome) -> None:
-        """The connector emitted an outcome on this rank."""
+    def hear(self, tp_rank: int, event: WorkerEvent) -> None:
+        """The connector emitted a worker event on this rank."""
 
 
 class _StepEnd(NamedTuple):
@@ -198,7 +198,7 @@ class _StepEnd(NamedTuple):
 
 
 class Rank:
-    """One worker process of one life of an engine. Its owner hears the outcomes, and nothing after the death."""
+    """One worker process of one life of an engine. Its owner hears the worker events, and nothing after the death."""
 
     def __init__(
         self,
@@ -335,13 +335,13 @@ class Rank:
     def close(self) -> None:
         """The sink of the trace has nothing to close."""
 
-    def _emit(self, outcome: Outcome) -> None:
-        self.has_stopped |= isinstance(outcome, WorkerStopped)
-        if isinstance(outcome, SumsWanted):
-            self._around.agenda.after(SUMMED_AFTER_SECONDS, lambda: self._find_sums(outcome))
+    def _emit(self, event: WorkerEvent) -> None:
+        self.has_stopped |= isinstance(event, WorkerStopped)
+        if isinstance(event, SumsWanted):
+            self._around.agenda.after(SUMMED_AFTER_SECONDS, lambda: self._find_sums(event))
             return
         if not self.is_dead:
-            self._engine.hear(self.tp_rank, outcome)
+            self._engine.hear(self.tp_rank, event)
 
     def _find_sums(self, wanted: SumsWanted) -> None:
         """The engine thread does it with its next step."""

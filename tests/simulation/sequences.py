@@ -1,8 +1,8 @@
 """Sequence diagrams of single requests, drawn from simulated runs: `python -m tests.simulation.sequences DIRECTORY`.
 
 Each `Story` is one request between one prefill and one decode engine in the simulator, with what goes wrong in it. What
-is drawn is what happened: commands and outcomes at the doors of the connector, messages on the side channel and to the
-control socket, READs, and every transition of the machines, in the order of virtual time. Nothing here says how the
+is drawn is what happened: commands and worker events at the doors of the connector, messages on the side channel and to
+the control socket, READs, and every transition of the machines, in the order of virtual time. Nothing here says how the
 story goes, so a change of the product changes the diagram, and the test on drift says so.
 
 The engines are the simulator's, with a generator that always draws the middle (`_Steady`): no queue, no client that
@@ -23,7 +23,7 @@ from trio.testing import MockClock
 
 from connector.clock import NS_PER_SECOND
 from connector.config import ConnectorOptions
-from connector.protocol import Command, Outcome, ReceiveEnded
+from connector.protocol import Command, ReceiveEnded, WorkerEvent
 from connector.wire import control
 from statemachine.trace import TransitionRecord
 from tests.simulation.active_faults import ActiveFaults
@@ -309,7 +309,7 @@ async def _play(story: Story, agenda: Agenda, sheet: _Sheet) -> None:
         decode = DecodeEngine(around, "d0", _Steady(0))
         stage = Stage(sheet, nursery, around.network, prefill, decode)
         for engine in (prefill, decode):
-            _watch_outcomes(engine, sheet)
+            _watch_worker_events(engine, sheet)
             stage.watch(engine)
             nursery.start_soon(engine.process.run)
         await trio.sleep(0.001)
@@ -358,18 +358,18 @@ def _plain_options() -> ConnectorOptions:
 # --- what is watched ------------------------------------------------------------------------------------------------
 
 
-def _watch_outcomes(engine: Engine, sheet: _Sheet) -> None:
+def _watch_worker_events(engine: Engine, sheet: _Sheet) -> None:
     """Draw what the connector tells its engine, except for figures."""
     side, hear = engine.name[0].upper(), engine.hear
 
-    def watched(tp_rank: int, outcome: Outcome) -> None:
-        if isinstance(outcome, ReceiveEnded):
-            said = "done" if outcome.failure is None else outcome.failure.kind
-            quarantined = ", blocks in quarantine" if outcome.quarantined else ""
+    def watched(tp_rank: int, event: WorkerEvent) -> None:
+        if isinstance(event, ReceiveEnded):
+            said = "done" if event.failure is None else event.failure.kind
+            quarantined = ", blocks in quarantine" if event.quarantined else ""
             sheet.add(f"{side}w->>{side}: ReceiveEnded ({said}{quarantined})")
-        elif not type(outcome).__name__.endswith(("Noted", "Measured")):
-            sheet.add(f"{side}w->>{side}: {type(outcome).__name__}")
-        hear(tp_rank, outcome)
+        elif not type(event).__name__.endswith(("Noted", "Measured")):
+            sheet.add(f"{side}w->>{side}: {type(event).__name__}")
+        hear(tp_rank, event)
 
     engine.hear = watched  # type: ignore[method-assign]
 

@@ -23,8 +23,8 @@ from connector.protocol import (
     LeaseGranted,
     LeaseWithdrawn,
     Noted,
-    Outcome,
     SendEnded,
+    WorkerEvent,
 )
 from connector.runtime import lease_keeper
 from connector.runtime.lease_keeper import (
@@ -85,15 +85,15 @@ class Rank:
     """A lease keeper, and everything that it tells."""
 
     def __init__(self, clock: Clock, control: Any = None, options: ConnectorOptions = OPTIONS) -> None:
-        self.outcomes: list[Outcome] = []
+        self.events: list[WorkerEvent] = []
         self.failures: list[Failure] = []
         self.crashes: list[str] = []
         self.turned_away: Counter[tuple[str, str]] = Counter()
         self.is_watching: list[bool] = []
         self.steps: list[tuple[Any, str, str]] = []
         self.values: dict[Any, Lease] = {}
-        self.breaks_on: type[Outcome] | None = None
-        """The next outcome of this type is lost in a crash."""
+        self.breaks_on: type[WorkerEvent] | None = None
+        """The next event of this type is lost in a crash."""
         self.says_late: list[Callable[[], object]] = []
         """What the engine has said and has not reached the keeper."""
         self.breaks_at: str | None = None
@@ -124,11 +124,11 @@ class Rank:
         while self.says_late:
             self.says_late.pop(0)()
 
-    def _emit(self, outcome: Outcome) -> None:
-        if self.breaks_on is not None and isinstance(outcome, self.breaks_on):
+    def _emit(self, event: WorkerEvent) -> None:
+        if self.breaks_on is not None and isinstance(event, self.breaks_on):
             self.breaks_on = None
             raise RuntimeError("injected")
-        self.outcomes.append(outcome)
+        self.events.append(event)
 
     def _observe(self, now_ns: int, steps: list[StepSeen]) -> None:
         for _, subject, before, event, after in steps:
@@ -143,7 +143,7 @@ class Rank:
 
     def ended(self) -> dict[str, bool]:
         """By request id: whether it expired."""
-        ended = [each for each in self.outcomes if isinstance(each, SendEnded)]
+        ended = [each for each in self.events if isinstance(each, SendEnded)]
         assert len({each.request_id for each in ended}) == len(ended), "a lease has ended twice"
         return {each.request_id: each.expired for each in ended}
 
@@ -151,10 +151,10 @@ class Rank:
         return sum(event == "Renewed" for _, event, _ in self.steps)
 
     def stray(self) -> int:
-        return self.outcomes.count(Noted(figure=STRAY_NOTIFICATIONS))
+        return self.events.count(Noted(figure=STRAY_NOTIFICATIONS))
 
     def late(self) -> int:
-        return self.outcomes.count(Noted(figure=LATE_NOTIFICATIONS))
+        return self.events.count(Noted(figure=LATE_NOTIFICATIONS))
 
 
 @asynccontextmanager
@@ -211,7 +211,7 @@ def test_what_is_withdrawn_frees_nothing() -> None:
         rank.keeper.deliver(LeaseComputing(lease=lease))
         rank.keeper.deliver(LeaseWithdrawn(lease=lease))
         await trio.sleep(2 * LEASE_SECONDS)
-        assert rank.outcomes == []
+        assert rank.events == []
         assert rank.values[lease].state is State.RELEASED
 
     run_ahead(test)

@@ -15,13 +15,13 @@ from connector.protocol import (
     LeaseGranted,
     Memory,
     Noted,
-    Outcome,
     QuarantineLifted,
     ReceiveEnded,
     RejectPull,
     SendEnded,
     SumsWanted,
     TrackLease,
+    WorkerEvent,
     WorkerStopped,
 )
 from connector.step_metadata import WorkerReport
@@ -50,7 +50,7 @@ def ledger() -> tuple[TransferLedger, SettableClock]:
     return TransferLedger(clock, LEASE_SECONDS), clock
 
 
-def ended(request_id: str, blocks: list[int], *, failed: bool = False, quarantined: bool = False) -> Outcome:
+def ended(request_id: str, blocks: list[int], *, failed: bool = False, quarantined: bool = False) -> WorkerEvent:
     failure = AbortedByClient() if failed else None
     return ReceiveEnded(request_id=request_id, failure=failure, local_block_ids=blocks, quarantined=quarantined)
 
@@ -256,7 +256,7 @@ def test_actors_that_have_stopped_by_themselves_are_reported_too() -> None:
     book, _ = ledger()
     for reason in ("the NIXL thread has ended", "and so have its actors"):
         book.record(WorkerStopped(reason=reason))
-    assert book.take_report() is None, "not before the outcomes are taken"
+    assert book.take_report() is None, "not before the worker events are taken"
     book.take_results()
     assert book.take_report() == WorkerReport(stopped="the NIXL thread has ended")
     assert book.take_report() is None

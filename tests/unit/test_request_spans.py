@@ -65,7 +65,7 @@ def pull(name: str = "r", *, rank: int = 0, seconds: float = 0.5, **fields: Any)
     now_ns = time.time_ns()
     end_ns = now_ns + round(seconds * SECOND)
     middle_ns = (now_ns + end_ns) // 2
-    parts = (Part("held", now_ns, now_ns), Part("peer", now_ns, middle_ns), Part("read", middle_ns, end_ns))
+    parts = (Part("queued", now_ns, now_ns), Part("peer", now_ns, middle_ns), Part("read", middle_ns, end_ns))
     known = {"rank": rank, "peer": "P", "remote_request_id": "p", "parts": parts, "outcome": "done"} | fields
     return PullTimes(request_id=name, **known)
 
@@ -84,7 +84,7 @@ def test_the_span_is_made_with_the_first_token_below_the_caller_s(made: Made) ->
     assert (f"{root.parent.trace_id:032x}", f"{root.parent.span_id:016x}") == (TRACE_ID, SPAN_ID)
     parts = [span for span in made.all if span is not root]
     assert [span.name for span in parts] == [
-        f"kv_transfer.{name}" for name in ("arrival", "held", "peer", "read", "reported")
+        f"kv_transfer.{name}" for name in ("arrival", "queued", "peer", "read", "reported")
     ]
     assert all(span.parent is not None and span.parent.span_id == root.context.span_id for span in parts)
     assert parts[0].start_time == round(request.arrival_time * SECOND)
@@ -188,7 +188,7 @@ def test_what_a_rank_tells_is_what_it_traced(run: Any) -> None:
         found += 1
         assert times.outcome == ("aborted" if record.reason == "AbortedByClient" else record.to_state)
         assert times.reason == record.reason
-        assert times.parts[0].name == "held"
+        assert times.parts[0].name == "queued"
         assert all(part.start_ns <= part.end_ns for part in times.parts)
         assert (times.parts[-1].name == "landing") == (record.to_state == "done")
     assert found > len(ended) / 2

@@ -1,4 +1,4 @@
-"""Figures: every outcome is counted once, survives vLLM's way to the front end, and appears under the right name.
+"""Figures: every worker event is counted once, survives vLLM's way to the front end, and appears under the right name.
 
 The wiring is vLLM's own: its aggregation over ranks, its serialisation, its periodic log line, and its Prometheus
 hook with a registry of the test. The built-in connector's metrics are the yardstick for names, buckets and meaning.
@@ -34,11 +34,11 @@ from connector.observe.stats import ConnectorPromMetrics, ConnectorStats
 from connector.ports.nixl import ReadMeasured
 from connector.protocol import (
     Noted,
-    Outcome,
     QuarantineLifted,
     ReceiveEnded,
     SendEnded,
     SumsWanted,
+    WorkerEvent,
     WorkerStopped,
 )
 from connector.scheduler.engine_figures import EngineFigures
@@ -74,7 +74,7 @@ def test_the_class_is_found_by_its_own_name() -> None:
     assert KVConnectorFactory.get_connector_class_by_name(named.__name__) is named
 
 
-COUNTED_IN: list[tuple[Outcome, dict[str, Any]]] = [
+COUNTED_IN: list[tuple[WorkerEvent, dict[str, Any]]] = [
     (received(), {"completed_receives": 1}),
     (received(NOT_PROVEN), {"failed_receives": {"LeaseNotProven": 1}}),
     (received(STUCK, quarantined=True), {"failed_receives": {"Quarantined": 1}, "quarantined_receives": 1}),
@@ -97,40 +97,42 @@ COUNTED_IN: list[tuple[Outcome, dict[str, Any]]] = [
     (WorkerStopped(reason="its actors died"), {}),
     (QuarantineLifted(local_block_ids=[1]), {}),
 ]
-EVERYTHING = [outcome for outcome, _ in COUNTED_IN]
+EVERYTHING = [event for event, _ in COUNTED_IN]
 
 
-def add_to(stats: ConnectorStats, outcome: Outcome) -> None:
+def add_to(stats: ConnectorStats, event: WorkerEvent) -> None:
     """As the worker's ledger does."""
-    match outcome:
+    match event:
         case Noted(figure=figure):
             stats.add_noted(figure, 1)
         case ReceiveEnded(failure=None):
             stats.count_loaded(1)
         case _:
-            stats.add(outcome)
+            stats.add(event)
 
 
-def stats_of(*outcomes: Outcome) -> ConnectorStats:
+def stats_of(*events: WorkerEvent) -> ConnectorStats:
     stats = ConnectorStats()
-    for outcome in outcomes:
-        add_to(stats, outcome)
+    for event in events:
+        add_to(stats, event)
     return stats
 
 
 # --- counting -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("outcome", "expected"), COUNTED_IN, ids=[type(o).__name__ for o in EVERYTHING])
-def test_an_outcome_is_counted_where_it_belongs_and_nowhere_else(outcome: Outcome, expected: dict[str, Any]) -> None:
-    stats = stats_of(outcome)
+@pytest.mark.parametrize(("event", "expected"), COUNTED_IN, ids=[type(o).__name__ for o in EVERYTHING])
+def test_a_worker_event_is_counted_where_it_belongs_and_nowhere_else(
+    event: WorkerEvent, expected: dict[str, Any]
+) -> None:
+    stats = stats_of(event)
     assert stats.data == ConnectorStats().data | expected
     assert stats.is_empty() == (not expected)
 
 
-def test_every_outcome_has_a_case_here() -> None:
+def test_every_worker_event_has_a_case_here() -> None:
     """But for what asks the engine thread for something, and says nothing of a transfer."""
-    assert {type(outcome) for outcome in EVERYTHING} == set(Outcome.__args__) - {SumsWanted}
+    assert {type(event) for event in EVERYTHING} == set(WorkerEvent.__args__) - {SumsWanted}
 
 
 def test_an_empty_dict_is_a_start_from_nothing() -> None:
@@ -332,7 +334,7 @@ def test_metrics_of_the_built_in_connector_have_its_names_buckets_and_values() -
     builtin = NixlKVConnectorStats()
     for seconds, mebibytes, descriptors in TRANSFERS:
         builtin.record_transfer(telemetry(seconds, mebibytes, descriptors))
-    failures: list[tuple[int, Any, Outcome]] = [
+    failures: list[tuple[int, Any, WorkerEvent]] = [
         (2, builtin.record_failed_transfer, Noted(figure=catalogue.FAILED_TRANSFERS)),
         (3, builtin.record_failed_notification, Noted(figure=catalogue.FAILED_NOTIFICATIONS)),
         (4, builtin.record_failed_handshake, Noted(figure=catalogue.FAILED_HANDSHAKES)),
@@ -340,10 +342,10 @@ def test_metrics_of_the_built_in_connector_have_its_names_buckets_and_values() -
         (6, builtin.record_notification_after_expiry, Noted(figure=catalogue.LATE_NOTIFICATIONS)),
     ]
     ours = stats_of(*(measured(s, mebibytes=m, descriptors=d) for s, m, d in TRANSFERS))
-    for times, record, outcome in failures:
+    for times, record, event in failures:
         for _ in range(times):
             record()
-            add_to(ours, outcome)
+            add_to(ours, event)
     builtin_metrics.observe(builtin.data)
     metrics.observe(across_processes(ours))
 

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from connector.observe.advice import WHAT_TO_DO
 from connector.observe.cli.main import app
 from connector.observe.history import histories, stories
+from connector.observe.traced import QUEUED
 from statemachine import lease
 from statemachine.trace import TransitionRecord
 from tests.unit.test_history import records
@@ -71,12 +72,11 @@ def test_times_are_those_of_the_visits(calm: Path) -> None:
         if visit.seconds is not None
     )
     shown = {(each["machine"], each["state"]): each for each in found["states"]}
-    assert {key: each["times"]["count"] for key, each in shown.items() if not key[1].startswith("(")} == {
-        key: visits[key] for key in shown if not key[1].startswith("(")
-    }
+    of_machines = [key for key in shown if key[1] != QUEUED]
+    assert {key: shown[key]["times"]["count"] for key in of_machines} == {key: visits[key] for key in of_machines}
     reading = shown["request", "reading"]["times"]
     assert 0 < reading["p50"] <= reading["p95"] <= reading["p99"] <= reading["longest"] <= reading["total"]
-    assert shown["request", "(in vLLM's queue)"]["times"]["count"] > 0
+    assert shown["request", QUEUED]["times"]["count"] > 0
 
 
 def test_the_table_has_what_the_values_have(faulty: Path) -> None:

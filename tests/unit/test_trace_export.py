@@ -59,7 +59,7 @@ def test_a_collector_gets_a_span_for_each_request_and_each_part_of_its_time(
     )
     assert {span.attributes["kv_transfer.outcome"] for span in roots} == {"done", "failed", "expired", "aborted"}
     below = {span.name for span in received if span.parent_span_id}
-    assert {"kv_transfer.held", "kv_transfer.peer", "kv_transfer.read", "kv_transfer.lease"} <= below
+    assert {"kv_transfer.queued", "kv_transfer.peer", "kv_transfer.read", "kv_transfer.lease"} <= below
     for root in roots:
         children = [span for span in received if span.parent_span_id == root.span_id]
         assert {span.trace_id for span in children} == {root.trace_id}
@@ -95,7 +95,7 @@ def test_a_state_that_no_part_is_known_for_is_one_by_its_own_name() -> None:
     (history,) = histories(written)
     found = times_of(history)
     assert found is not None
-    assert [part.name for part in found.parts] == ["held", "peer", "read", "done", "elsewhere"]
+    assert [part.name for part in found.parts] == ["queued", "peer", "read", "done", "elsewhere"]
     assert all(before.end_ns == after.start_ns for before, after in itertools.pairwise(found.parts))
 
 

@@ -40,13 +40,13 @@ from connector.protocol import (
     Command,
     LeaseComputing,
     LeaseGranted,
-    Outcome,
     QuarantineLifted,
     ReceiveEnded,
     RejectPull,
     SendEnded,
     StartPull,
     TrackLease,
+    WorkerEvent,
 )
 from connector.step_metadata import StepMetadata, WorkerReport
 from statemachine.lease import LeaseName
@@ -179,8 +179,8 @@ class VllmEngine:
         self._arrived: deque[Ask] = deque()
         self._leaving: deque[Ask] = deque()
         self._ahead: deque[SchedulerOutput] = deque()
-        self._heard: list[list[Outcome]] = [[] for _ in process.ranks]
-        self._collected: list[Outcome] = []
+        self._heard: list[list[WorkerEvent]] = [[] for _ in process.ranks]
+        self._collected: list[WorkerEvent] = []
         self._sent = [0] * len(process.ranks)
         self._quarantined: Counter[int] = Counter()
         self._announced: dict[str, float] = {}
@@ -523,19 +523,19 @@ class VllmEngine:
                 self._requests.cover("read back", self.role == PREFILL)
         self.around.oracles.start(pull)
 
-    def hear(self, tp_rank: int, outcome: Outcome) -> None:
-        """The connector's actors emitted an outcome; the worker side of the rank learns of it at its next look."""
-        match outcome:
+    def hear(self, tp_rank: int, event: WorkerEvent) -> None:
+        """The connector's actors emitted a worker event; the worker side of the rank learns of it at its next look."""
+        match event:
             case ReceiveEnded(request_id=request_id, failure=failure):
                 self.around.oracles.report(request_id, tp_rank, failure)
-                self._requests.cover("quarantine", outcome.quarantined)
+                self._requests.cover("quarantine", event.quarantined)
             case SendEnded(request_id=request_id, expired=expired):
                 now_ns = self.process.ranks[tp_rank].clock.now_ns()
                 self.around.oracles.free(self.owner, request_id, tp_rank, now_ns, expired=expired)
             case _:
                 pass
-        self._heard[tp_rank].append(outcome)
-        self._connectors[tp_rank].worker_side.ledger.record(outcome)
+        self._heard[tp_rank].append(event)
+        self._connectors[tp_rank].worker_side.ledger.record(event)
 
     def collects(self, tp_rank: int) -> None:
         """See `worker.Overseer`."""
@@ -606,12 +606,12 @@ class VllmEngine:
     def _check_blocks(self) -> None:
         """Every reference belongs to a request, to a step that is under way, to a quarantine, or to the far end of a
         window of a request that is lent or computed to be."""
-        for outcome in self._collected:
-            match outcome:
+        for event in self._collected:
+            match event:
                 case ReceiveEnded(quarantined=True):
-                    self._quarantined.update(outcome.local_block_ids)
+                    self._quarantined.update(event.local_block_ids)
                 case QuarantineLifted():
-                    self._quarantined.subtract(outcome.local_block_ids)
+                    self._quarantined.subtract(event.local_block_ids)
                 case _:
                     pass
         self._collected = []
