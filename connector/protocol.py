@@ -268,12 +268,6 @@ class QuarantineLifted(msgspec.Struct, frozen=True, kw_only=True):
     local_block_ids: list[int]
 
 
-class Noted(msgspec.Struct, frozen=True, kw_only=True):
-    """Something has happened of which only the number is told. `figure`: one of `observe.catalogue.NOTED`."""
-
-    figure: str
-
-
 class Stretch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Blocks of local memory: `count` of `length_bytes`, one every `stride_bytes` from `address`; `blocks`, shape [n],
     are those that are meant."""
@@ -298,4 +292,4 @@ class WorkerStopped(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
-WorkerEvent: TypeAlias = ReceiveEnded | SendEnded | QuarantineLifted | ReadMeasured | Noted | SumsWanted | WorkerStopped
+WorkerEvent: TypeAlias = ReceiveEnded | SendEnded | QuarantineLifted | ReadMeasured | SumsWanted | WorkerStopped

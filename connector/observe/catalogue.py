@@ -70,7 +70,6 @@ class Metric:
         labels: beside vLLM's own, `model_name` and `engine`.
         series: values of `labels`; all that can ever occur.
         buckets: upper bounds, of a histogram.
-        sources: of a metric without labels that is fed from `ConnectorStats.data` itself: the keys whose sum it is.
     """
 
     name: str
@@ -80,7 +79,6 @@ class Metric:
     labels: tuple[str, ...] = ()
     series: tuple[tuple[str, ...], ...] = ((),)
     buckets: tuple[float, ...] = ()
-    sources: tuple[str, ...] = ()
 
     @property
     def shown(self) -> str:
@@ -138,97 +136,75 @@ def living_states(machine: Machine[Any, Any]) -> tuple[str, ...]:
 
 # --- of the built-in connector --------------------------------------------------------------------------------------
 
-TRANSFER_SECONDS = "transfer_seconds"
-POST_SECONDS = "post_seconds"
-TRANSFER_BYTES = "transfer_bytes"
-TRANSFER_DESCRIPTORS = "transfer_descriptors"
-COMPLETED_RECEIVES = "completed_receives"
-QUARANTINED_RECEIVES = "quarantined_receives"
-FAILED_HANDSHAKES = "failed_handshakes"
-FAILED_TRANSFERS = "failed_transfers"
-FAILED_NOTIFICATIONS = "failed_notifications"
-EXPIRED_LEASES = "expired_leases"
-LATE_NOTIFICATIONS = "late_notifications"
-STRAY_NOTIFICATIONS = "stray_notifications"
-
-NOTED = (
-    FAILED_HANDSHAKES,  # each once, however many requests waited for it
-    FAILED_TRANSFERS,
-    FAILED_NOTIFICATIONS,  # those that could not be sent
-    LATE_NOTIFICATIONS,  # a rank of a consumer says that it has read blocks whose lease had expired before
-    STRAY_NOTIFICATIONS,  # or blocks of which this engine knows nothing, or which it has not lent
-)
-"""What is only counted, when it happens (`protocol.Noted`)."""
-
-TRANSPORT_FAILURES = (FAILED_TRANSFERS, FAILED_HANDSHAKES, FAILED_NOTIFICATIONS)
-"""What the built-in connector calls a failed transfer: everything below the level of a request that went wrong."""
-
 _POST_SECONDS_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
 _BYTES_BUCKETS = tuple(2**exponent for exponent in range(11, 34, 2))
 _DESCRIPTOR_BUCKETS = (10, 20, 30, 50, 75, 100, 200, 400, 1000, 2000, 4000, 10000, 20000, 50000)
 
+TRANSFER_SECONDS = Metric(
+    name="vllm:nixl_xfer_time_seconds",
+    kind="histogram",
+    documentation="Time from the start of a READ to its completion, in seconds.",
+    side="D",
+    buckets=_POST_SECONDS_BUCKETS[1:],
+)
+POST_SECONDS = Metric(
+    name="vllm:nixl_post_time_seconds",
+    kind="histogram",
+    documentation="Time that NIXL took to start a READ, in seconds.",
+    side="D",
+    buckets=_POST_SECONDS_BUCKETS,
+)
+TRANSFER_BYTES = Metric(
+    name="vllm:nixl_bytes_transferred",
+    kind="histogram",
+    documentation="Bytes that one READ moved.",
+    side="D",
+    buckets=_BYTES_BUCKETS,
+)
+TRANSFER_DESCRIPTORS = Metric(
+    name="vllm:nixl_num_descriptors",
+    kind="histogram",
+    documentation="Descriptors of one READ.",
+    side="D",
+    buckets=_DESCRIPTOR_BUCKETS,
+)
+FAILED_TRANSFERS = Metric(
+    name="vllm:nixl_num_failed_transfers",
+    kind="counter",
+    documentation="Failed READs, handshakes and notifications together. Leases that expired are counted apart.",
+    side="D",
+)
+"""What the built-in connector calls a failed transfer: everything below the level of a request that went wrong."""
+
+FAILED_NOTIFICATIONS = Metric(
+    name="vllm:nixl_num_failed_notifications",
+    kind="counter",
+    documentation="Notifications that could not be sent; they are part of vllm:nixl_num_failed_transfers too.",
+    side="D",
+)
+EXPIRED_LEASES = Metric(
+    name="vllm:nixl_num_kv_expired_reqs",
+    kind="counter",
+    documentation="Leases that ended before every consumer had read the blocks.",
+    side="P",
+)
+LATE_NOTIFICATIONS = Metric(
+    name="vllm:nixl_num_notifications_after_expiry",
+    kind="counter",
+    documentation="Consumers that say they have read blocks whose lease had expired before, one for each of their "
+    "ranks, however often it says so. A consumer with this connector does not use what it has read so late.",
+    side="P",
+)
+
 BUILTIN = (
-    Metric(
-        name="vllm:nixl_xfer_time_seconds",
-        kind="histogram",
-        documentation="Time from the start of a READ to its completion, in seconds.",
-        side="D",
-        buckets=_POST_SECONDS_BUCKETS[1:],
-        sources=(TRANSFER_SECONDS,),
-    ),
-    Metric(
-        name="vllm:nixl_post_time_seconds",
-        kind="histogram",
-        documentation="Time that NIXL took to start a READ, in seconds.",
-        side="D",
-        buckets=_POST_SECONDS_BUCKETS,
-        sources=(POST_SECONDS,),
-    ),
-    Metric(
-        name="vllm:nixl_bytes_transferred",
-        kind="histogram",
-        documentation="Bytes that one READ moved.",
-        side="D",
-        buckets=_BYTES_BUCKETS,
-        sources=(TRANSFER_BYTES,),
-    ),
-    Metric(
-        name="vllm:nixl_num_descriptors",
-        kind="histogram",
-        documentation="Descriptors of one READ.",
-        side="D",
-        buckets=_DESCRIPTOR_BUCKETS,
-        sources=(TRANSFER_DESCRIPTORS,),
-    ),
-    Metric(
-        name="vllm:nixl_num_failed_transfers",
-        kind="counter",
-        documentation="Failed READs, handshakes and notifications together. Leases that expired are counted apart.",
-        side="D",
-        sources=TRANSPORT_FAILURES,
-    ),
-    Metric(
-        name="vllm:nixl_num_failed_notifications",
-        kind="counter",
-        documentation="Notifications that could not be sent; they are part of vllm:nixl_num_failed_transfers too.",
-        side="D",
-        sources=(FAILED_NOTIFICATIONS,),
-    ),
-    Metric(
-        name="vllm:nixl_num_kv_expired_reqs",
-        kind="counter",
-        documentation="Leases that ended before every consumer had read the blocks.",
-        side="P",
-        sources=(EXPIRED_LEASES,),
-    ),
-    Metric(
-        name="vllm:nixl_num_notifications_after_expiry",
-        kind="counter",
-        documentation="Consumers that say they have read blocks whose lease had expired before, one for each of their "
-        "ranks, however often it says so. A consumer with this connector does not use what it has read so late.",
-        side="P",
-        sources=(LATE_NOTIFICATIONS,),
-    ),
+    TRANSFER_SECONDS,
+    POST_SECONDS,
+    TRANSFER_BYTES,
+    TRANSFER_DESCRIPTORS,
+    FAILED_TRANSFERS,
+    FAILED_NOTIFICATIONS,
+    EXPIRED_LEASES,
+    LATE_NOTIFICATIONS,
 )
 """Those that the built-in connector has too, with its names, meanings and bucket boundaries, so that its dashboards and
 alerts keep working and a fleet that runs both can be summed."""
@@ -409,7 +385,6 @@ WAKE_UP_SECONDS = Metric(
 
 # --- counters -------------------------------------------------------------------------------------------------------
 
-FAILED_RECEIVES = "failed_receives"
 DECODE, PREFILL = "decode", "prefill"
 ABSENT, UNUSABLE, CONTINUED, WINDOW, NO_ROOM = "absent", "unusable", "continued", "window", "no_room"
 SIDE_CHANNEL, CONTROL_SOCKET, NOTIFICATIONS = "side_channel", "control_socket", "notifications"
@@ -421,7 +396,6 @@ COMPLETED = Metric(
     kind="counter",
     documentation="Requests whose KV arrived under a proven lease, one for each rank.",
     side="D",
-    sources=(COMPLETED_RECEIVES,),
 )
 FAILED_BY_KIND = Metric(
     name=f"{PREFIX}failed_receives",
@@ -438,7 +412,6 @@ QUARANTINED = Metric(
     documentation="Requests that ended while READs might still write into their blocks, which stay out of the pool "
     "until those end; one for each rank.",
     side="D",
-    sources=(QUARANTINED_RECEIVES,),
 )
 HANDSHAKES_FAILED = Metric(
     name=f"{PREFIX}failed_handshakes",
@@ -446,14 +419,12 @@ HANDSHAKES_FAILED = Metric(
     documentation="Handshakes that failed and that requests waited for, each counted once however many these were. "
     "Not those with an engine that no request needs yet (known_peers, nixl-actor meet).",
     side="D",
-    sources=(FAILED_HANDSHAKES,),
 )
 READS_FAILED = Metric(
     name=f"{PREFIX}failed_reads",
     kind="counter",
     documentation="READs that failed or could not be started.",
     side="D",
-    sources=(FAILED_TRANSFERS,),
 )
 RETRIES = Metric(
     name=f"{PREFIX}retries",
@@ -516,7 +487,6 @@ STRAY_RELEASES = Metric(
     "of two leases, without a number): it has restarted since, or somebody talks to the wrong engine. Each repetition "
     "counts. A further release of a lease that its readers have released does not.",
     side="P",
-    sources=(STRAY_NOTIFICATIONS,),
 )
 TRACE_RECORDS_MISSING = Metric(
     name=f"{PREFIX}trace_records_missing",

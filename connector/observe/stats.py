@@ -2,7 +2,7 @@
 
 What metrics there are is in `catalogue`. Their figures are made in three places:
 
-    trio thread of a worker      what the machines did (`runtime.figures`)
+    trio thread of a worker      what the machines did, and what is only counted (`runtime.figures`)
     engine thread of a worker    what was reported to vLLM (`ConnectorStats.add`)
     scheduler's process          what concerns the whole engine, and all gauges (`scheduler.engine_figures`)
 
@@ -23,20 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from connector import DISTRIBUTION
 from connector.observe import catalogue
-from connector.observe.catalogue import (
-    COMPLETED_RECEIVES,
-    EXPIRED_LEASES,
-    FAILED_RECEIVES,
-    LATE_NOTIFICATIONS,
-    NOTED,
-    POST_SECONDS,
-    QUARANTINED_RECEIVES,
-    TRANSFER_BYTES,
-    TRANSFER_DESCRIPTORS,
-    TRANSFER_SECONDS,
-    TRANSPORT_FAILURES,
-    Metric,
-)
+from connector.observe.catalogue import Metric
 from connector.ports.nixl import ReadMeasured
 from connector.protocol import (
     ReceiveEnded,
@@ -48,16 +35,28 @@ from statemachine.failures import AbortedByClient, Failure
 
 MEBIBYTE = 2**20
 
-# Keys of `ConnectorStats.data`. Measured: one entry per completed READ.
-MEASURED = (TRANSFER_SECONDS, POST_SECONDS, TRANSFER_BYTES, TRANSFER_DESCRIPTORS)
-
-# Counted: one integer each.
-COUNTED = (COMPLETED_RECEIVES, QUARANTINED_RECEIVES, EXPIRED_LEASES, *NOTED)
-
-# By key of a series (`Metric.key`): an integer, a list of values, the newest value.
+# Keys of `ConnectorStats.data`: by key of a series (`Metric.key`) an integer, a list of values, the newest value.
 COUNTS = "counts"
 SAMPLES = "samples"
 GAUGES = "gauges"
+
+# Measured: one entry per completed READ.
+_MEASURED = tuple(
+    metric.key()
+    for metric in (
+        catalogue.TRANSFER_SECONDS,
+        catalogue.POST_SECONDS,
+        catalogue.TRANSFER_BYTES,
+        catalogue.TRANSFER_DESCRIPTORS,
+    )
+)
+_EXPIRED, _COMPLETED = catalogue.EXPIRED_LEASES.key(), catalogue.COMPLETED.key()
+_QUARANTINED, _LATE = catalogue.QUARANTINED.key(), catalogue.LATE_NOTIFICATIONS.key()
+_FAILED_TRANSFERS = catalogue.FAILED_TRANSFERS.key()
+_FAILED = {kind: catalogue.FAILED_BY_KIND.key(kind) for (kind,) in catalogue.FAILED_BY_KIND.series}
+
+_LOGGED = frozenset((*_MEASURED, _EXPIRED, _COMPLETED, _QUARANTINED, _LATE, _FAILED_TRANSFERS, *_FAILED.values()))
+"""What the periodic line is made from."""
 
 
 class ConnectorStats(KVConnectorStats):
@@ -65,43 +64,41 @@ class ConnectorStats(KVConnectorStats):
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         # A copy, because vLLM hands one dict to several loggers, and each of them adds up in what it was given.
-        super().__init__(data={key: _copied(value) for key, value in data.items()} if data else _nothing())
+        copied = {part: {key: copy.copy(value) for key, value in data[part].items()} for part in data} if data else None
+        super().__init__(data=copied or _nothing())
 
     @classmethod
     def of_periodic_line(cls, data: Mapping[str, Any]) -> ConnectorStats:
         """What the periodic line says of `data`. A front end adds up what it is given until there is something to say,
         and an engine that only lends may never have that: nothing else may be kept until then."""
-        return cls(_nothing() | {key: data[key] for key in _LOGGED})
+        kept = {part: {key: value for key, value in data[part].items() if key in _LOGGED} for part in (COUNTS, SAMPLES)}
+        return cls(_nothing() | kept)
 
     def add(self, event: WorkerEvent) -> None:
-        """Fold one worker event in, but for those that have methods of their own: what is only counted, and a receive
-        that has been loaded, which may still fail."""
+        """Fold one worker event in, but for a receive that has been loaded, which may still fail (`count_loaded`)."""
         match event:
             case ReadMeasured():
-                self.data[TRANSFER_SECONDS].append(event.seconds_in_transport)
-                self.data[POST_SECONDS].append(event.seconds_to_post)
-                self.data[TRANSFER_BYTES].append(event.bytes)
-                self.data[TRANSFER_DESCRIPTORS].append(event.descriptors)
+                measured = event.seconds_in_transport, event.seconds_to_post, event.bytes, event.descriptors
+                samples = self.data[SAMPLES]
+                for key, value in zip(_MEASURED, measured, strict=True):
+                    samples.setdefault(key, []).append(value)
             case ReceiveEnded(failure=Failure() as failure, quarantined=is_quarantined):
                 self.count_failed(failure)
-                self.data[QUARANTINED_RECEIVES] += is_quarantined
+                if is_quarantined:
+                    self.count(_QUARANTINED, 1)
             case SendEnded(expired=True):
-                self.data[EXPIRED_LEASES] += 1
+                self.count(_EXPIRED, 1)
             case _:
                 pass
 
-    def add_noted(self, figure: str, times: int) -> None:
-        """This has happened so many times."""
-        self.data[figure] += times
-
     def count_loaded(self, requests: int) -> None:
         """So many requests may be used."""
-        self.data[COMPLETED_RECEIVES] += requests
+        counts = self.data[COUNTS]
+        counts[_COMPLETED] = counts.get(_COMPLETED, 0) + requests
 
     def count_failed(self, failure: Failure) -> None:
         """A request may not."""
-        by_kind = self.data[FAILED_RECEIVES]
-        by_kind[failure.kind] = by_kind.get(failure.kind, 0) + 1
+        self.count(_FAILED[failure.kind], 1)
 
     def count(self, key: str, amount: int) -> None:
         """Add to one series of a counter."""
@@ -127,17 +124,10 @@ class ConnectorStats(KVConnectorStats):
 
     def is_empty(self) -> bool:
         """Whether there is nothing to say in the periodic line: no READ, no end of a request, no failure."""
-        return not any(self.data[key] for key in _LOGGED)
+        return _LOGGED.isdisjoint(self.data[COUNTS]) and _LOGGED.isdisjoint(self.data[SAMPLES])
 
     def aggregate(self, other: KVConnectorStats) -> ConnectorStats:
         """Add the figures of `other`, which stays as it is, and return self."""
-        for key in MEASURED:
-            self.data[key].extend(other.data[key])
-        for key in COUNTED:
-            self.data[key] += other.data[key]
-        by_kind = self.data[FAILED_RECEIVES]
-        for kind, count in other.data[FAILED_RECEIVES].items():
-            by_kind[kind] = by_kind.get(kind, 0) + count
         for key, count in other.data[COUNTS].items():
             self.count(key, count)
         for key, values in other.data[SAMPLES].items():
@@ -150,17 +140,19 @@ class ConnectorStats(KVConnectorStats):
 
         Those that the built-in connector prints too have its names. Receives that the client gave up are no failures.
         """
-        data = self.data
-        failed = {kind: count for kind, count in data[FAILED_RECEIVES].items() if kind != AbortedByClient.__name__}
+        counts, samples = self.data[COUNTS], self.data[SAMPLES]
+        failed = {
+            kind: counts[key] for kind, key in _FAILED.items() if key in counts and kind != AbortedByClient.__name__
+        }
         return {
-            **_transfer_figures(*(data[key] for key in MEASURED)),
-            "Num failed transfers": sum(data[key] for key in TRANSPORT_FAILURES),
-            "Num KV expired reqs": data[EXPIRED_LEASES],
-            "Num notifs after expiry": data[LATE_NOTIFICATIONS],
-            "Num completed receives": data[COMPLETED_RECEIVES],
+            **_transfer_figures(*(samples.get(key, ()) for key in _MEASURED)),
+            "Num failed transfers": counts.get(_FAILED_TRANSFERS, 0),
+            "Num KV expired reqs": counts.get(_EXPIRED, 0),
+            "Num notifs after expiry": counts.get(_LATE, 0),
+            "Num completed receives": counts.get(_COMPLETED, 0),
             "Num failed receives": sum(failed.values()),
-            **{f"Num failed receives ({kind})": count for kind, count in sorted(failed.items())},
-            "Num quarantined receives": data[QUARANTINED_RECEIVES],
+            **{f"Num failed receives ({kind})": count for kind, count in failed.items()},
+            "Num quarantined receives": counts.get(_QUARANTINED, 0),
         }
 
 
@@ -171,18 +163,8 @@ class EngineStats(ConnectorStats):
         return False
 
 
-_LOGGED = (*MEASURED, *COUNTED, FAILED_RECEIVES)
-
-
-def _copied(value: Any) -> Any:
-    """Of a list, of a dict with lists in it, or of a number."""
-    return {key: copy.copy(each) for key, each in value.items()} if isinstance(value, dict) else copy.copy(value)
-
-
-def _nothing() -> dict[str, Any]:
-    measured: dict[str, list[float]] = {key: [] for key in MEASURED}
-    by_name: dict[str, Any] = {FAILED_RECEIVES: {}, COUNTS: {}, SAMPLES: {}, GAUGES: {}}
-    return {**measured, **dict.fromkeys(COUNTED, 0), **by_name}
+def _nothing() -> dict[str, dict[str, Any]]:
+    return {COUNTS: {}, SAMPLES: {}, GAUGES: {}}
 
 
 def _transfer_figures(
@@ -237,15 +219,12 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        # By engine. Those with sources are fed from `data` itself, the others by the key of the series.
-        self._with_sources: dict[int, list[tuple[Metric, Any]]] = {engine: [] for engine in per_engine_labelvalues}
+        # By engine and key of the series.
         self._by_key: dict[int, dict[str, Any]] = {engine: {} for engine in per_engine_labelvalues}
         for metric in catalogue.METRICS:
             registered = self._register(metric)
             for engine, values in per_engine_labelvalues.items():
-                if metric.sources:
-                    self._with_sources[engine].append((metric, registered.labels(*values)))
-                for labels in metric.series if not metric.sources else ():
+                for labels in metric.series:
                     self._by_key[engine][metric.key(*labels)] = registered.labels(*values, *labels)
                 if metric is catalogue.BUILD_INFO:
                     registered.labels(*values, *_versions()).set(1)
@@ -271,16 +250,6 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Record the figures of one interval of one engine."""
         data, by_key = transfer_stats_data, self._by_key[engine_idx]
-        for metric, child in self._with_sources[engine_idx]:
-            for key in metric.sources:
-                if metric.kind == "counter":
-                    if data[key]:
-                        child.inc(data[key])
-                    continue
-                for value in data[key]:
-                    child.observe(value)
-        for kind, count in data[FAILED_RECEIVES].items():
-            by_key[catalogue.FAILED_BY_KIND.key(kind)].inc(count)
         for key, count in data[COUNTS].items():
             by_key[key].inc(count)
         for key, values in data[SAMPLES].items():

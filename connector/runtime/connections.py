@@ -17,7 +17,7 @@ import trio
 from connector.observe.catalogue import FAILED_NOTIFICATIONS
 from connector.ports.nixl import AgentName, NixlCallFailed, PortClosed
 from connector.ports.side_channel import Link, SideChannelError
-from connector.protocol import Noted, PeerAddress
+from connector.protocol import PeerAddress
 from connector.runtime.context import ActorContext
 from connector.runtime.handshake import Connection, connect, disconnect
 from connector.wire import control
@@ -191,7 +191,7 @@ class Connections:
         try:
             await self._context.reads.port.send_notification(connection.ranks[rank].agent, message)
         except NixlCallFailed as error:
-            self._context.emit(Noted(figure=FAILED_NOTIFICATIONS))
+            self._context.figures.note_failed(FAILED_NOTIFICATIONS)
             failure = TransferError(
                 peer=connection.peer.engine_id,
                 operation=error.operation,

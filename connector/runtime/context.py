@@ -15,6 +15,7 @@ from connector.layout.plan_cache import PlanCache
 from connector.observe.event_log import EventLog
 from connector.ports.side_channel import SideChannel
 from connector.protocol import WorkerEvent
+from connector.runtime.figures import Figures
 from connector.runtime.pace import Pace
 from connector.runtime.reads import Reads
 from connector.runtime.recorder import Recorder
@@ -31,6 +32,7 @@ class ActorContext:
         process: a secret of this process, of which it makes what each P calls it: 32 hex digits.
         plans: of READs from the engines that were met.
         pace: of long computations.
+        figures: where what no transition tells is counted.
         emit: hands a worker event to the engine thread.
         log_failure: writes one line for people: subject, failure.
         sums: where the engine thread is asked for checksums.
@@ -47,6 +49,7 @@ class ActorContext:
     recorder: Recorder
     plans: PlanCache
     pace: Pace
+    figures: Figures
     emit: Callable[[WorkerEvent], None]
     log_failure: Callable[[str, Failure], None]
     log_crash: Callable[[str, BaseException], None]

@@ -4,11 +4,13 @@ The recorder (`connector/runtime/recorder.py`) hands over the steps: from these 
 how often it was entered and why, how long it lasted, and a few things that can be told from single transitions.
 It is always on, so it has to be cheap (`tests/bench/bench_trace.py`).
 
-Handing over costs neither thread a lock. The trio thread adds to integers in one list and appends durations to a deque;
-the engine thread copies the list, which is one call that nothing can come between, and subtracts what it saw last
-time. The recorder catches up before an executor reports a result, so when the engine thread takes the end of a
-request, the figures already contain its end. That makes the gauges right when the engine falls asleep: vLLM steps as
-long as a request waits or a lease is held, and the step that ends the last of them takes figures without it.
+What else happens in that thread and is only counted (`Figures.note`) goes the same way: strangers and peers can cause
+it while the engine is idle, so nothing may pile up.
+
+Handing over costs neither thread a lock: `Figures` says beside each field which thread writes it. The recorder catches
+up before an executor reports a result, so when the engine thread takes the end of a request, the figures already
+contain its end. That makes the gauges right when the engine falls asleep: vLLM steps as long as a request waits or a
+lease is held, and the step that ends the last of them takes figures without it.
 """
 
 from __future__ import annotations
@@ -60,19 +62,33 @@ class _Arrow(NamedTuple):
 _KEYS: list[str] = []
 """By slot: of what series it is the number. First the counters, then the gauges."""
 
+_SLOTS: dict[tuple[str, ...], int] = {}
+"""By the name of the metric and the values of its labels, which cost less to look up than to make a key of."""
+
 
 def _slot(metric: Metric, *values: str) -> int:
+    slot = _SLOTS[metric.name, *values] = len(_KEYS)
     _KEYS.append(metric.key(*values))
-    return len(_KEYS) - 1
+    return slot
 
 
 _ENTERED = {values: _slot(catalogue.TRANSITIONS, *values) for values in catalogue.TRANSITIONS.series}
 _RETRIES = _slot(catalogue.RETRIES)
 _HOLDS = {side: _slot(catalogue.HOLDS, side) for (side,) in catalogue.HOLDS.series}
 _RENEWALS = {side: _slot(catalogue.RENEWALS, side) for (side,) in catalogue.RENEWALS.series}
-_TRACE_RECORDS_MISSING = _slot(catalogue.TRACE_RECORDS_MISSING)
-_CRASHES = _slot(catalogue.CRASHES)
-_TURNED_AWAY = {values: _slot(catalogue.TURNED_AWAY, *values) for values in catalogue.TURNED_AWAY.series}
+for _metric in (
+    catalogue.FAILED_TRANSFERS,
+    catalogue.READS_FAILED,
+    catalogue.HANDSHAKES_FAILED,
+    catalogue.FAILED_NOTIFICATIONS,
+    catalogue.LATE_NOTIFICATIONS,
+    catalogue.STRAY_RELEASES,
+    catalogue.TURNED_AWAY,
+    catalogue.TRACE_RECORDS_MISSING,
+    catalogue.CRASHES,
+):
+    for _values in _metric.series:
+        _slot(_metric, *_values)
 _COUNTERS = len(_KEYS)
 _GAUGE_OF = {request.MACHINE.name: catalogue.REQUESTS, peer.MACHINE.name: catalogue.PEERS}
 """By machine. Those of the other two come from the scheduler's process, or are of no interest."""
@@ -85,14 +101,18 @@ _WAKE_UP_SECONDS = catalogue.WAKE_UP_SECONDS.key()
 
 
 class Figures:
-    """See the module's docstring. What counts and notes belongs to the trio thread, the rest to the engine's."""
+    """See the module's docstring. Each method belongs to the thread under whose heading it stands."""
 
     def __init__(self) -> None:
-        # By slot; counters only ever grow.
+        # By slot; counters only ever grow. The trio thread alone adds to them (`clear` writes when that thread has
+        # ended). The engine thread copies the whole list, one call that nothing can come between, and subtracts what it
+        # saw last time.
         self._numbers = [0] * len(_KEYS)
+        # The trio thread appends; the engine thread takes from the other end. Each is one call of the deque.
         self._samples: deque[tuple[str, float]] = deque(maxlen=SAMPLES_MAX)
+        # The trio thread alone raises it, after what it stands for: whoever sees it finds all of that.
         self._changes = 0
-        # Of the engine thread: what it saw last.
+        # The engine thread alone reads and writes these: what it saw last.
         self._changes_taken = 0
         self._changes_shown = -1
         self._taken = self._numbers.copy()
@@ -118,7 +138,7 @@ class Figures:
                 samples.append((lasted, seconds))
                 if special is not None:
                     special(numbers, samples, seconds, event, after)
-        self._changes += 1  # last: whoever sees it finds everything that it stands for
+        self._changes += 1
 
     def _count_within(self, before: Any, event: Event | None) -> None:
         """A step that led to the same state."""
@@ -136,20 +156,15 @@ class Figures:
             return
         self._numbers[slot] += 1
 
-    def note_trace_missing(self, records: int) -> None:
-        """So many were left out of the trace."""
-        self._numbers[_TRACE_RECORDS_MISSING] += records
+    def note(self, metric: Metric, *values: str, times: int = 1) -> None:
+        """This has happened, which no transition tells. `values`: of the metric's labels."""
+        self._numbers[_SLOTS[metric.name, *values]] += times
         self._changes += 1
 
-    def note_crash(self) -> None:
-        """Something has raised, and the log has its traceback."""
-        self._numbers[_CRASHES] += 1
-        self._changes += 1
-
-    def note_turned_away(self, where: str, why: str) -> None:
-        """A stranger did not get what he wanted."""
-        self._numbers[_TURNED_AWAY[where, why]] += 1
-        self._changes += 1
+    def note_failed(self, metric: Metric) -> None:
+        """A READ, a handshake or a notification has failed, of which the built-in connector counts the sum."""
+        self.note(metric)
+        self.note(catalogue.FAILED_TRANSFERS)
 
     def note_wake_up(self, seconds: float) -> None:
         """The actors have woken up so long after the engine's call."""

@@ -35,7 +35,8 @@ from connector.observe.catalogue import (
     LATE_NOTIFICATIONS,
     MALFORMED,
     NOTIFICATIONS,
-    STRAY_NOTIFICATIONS,
+    STRAY_RELEASES,
+    TURNED_AWAY,
 )
 from connector.observe.log import is_said
 from connector.ports.nixl import NotificationReceived
@@ -44,10 +45,10 @@ from connector.protocol import (
     LeaseComputing,
     LeaseGranted,
     LeaseWithdrawn,
-    Noted,
     SendEnded,
     WorkerEvent,
 )
+from connector.runtime.figures import Figures
 from connector.runtime.mailbox import Mailbox
 from connector.runtime.restarts import keep_running
 from connector.wire import control as wire
@@ -93,6 +94,7 @@ class LeaseKeeper:
     Args:
         observe: told of every step of a lease; None: nobody wants to know.
         catch_up: has what `observe` was told put to use: before the engine hears of a lease's end, and after all else.
+        figures: where late and stray releases, and strangers' messages that are good for nothing, are counted.
         emit: hands a worker event to the engine thread.
         log_failure: writes one line for people: subject, failure. It limits how many it writes.
         log_crash: writes a line with a traceback: which task, what it raised.
@@ -102,8 +104,6 @@ class LeaseKeeper:
             of a lease before its prompt is computed, so whoever asks for one was told of it later; but the engine may
             have kept the interpreter to itself since, and what it said must not be found missing.
         inspect: told of a tool's question, and where the answer goes.
-        turned_away: told of each message of a stranger that is good for nothing: where it came, and why
-            (`catalogue.TURNED_AWAY`).
         meet: told which engines a tool wants to be met; says how far each has come, and how many it now asks.
     """
 
@@ -114,6 +114,7 @@ class LeaseKeeper:
         clock: Clock,
         observe: Observer | None,
         catch_up: Callable[[], None] = lambda: None,
+        figures: Figures,
         emit: Callable[[WorkerEvent], None],
         log_failure: Callable[[str, Failure], None],
         log_crash: Callable[[str, BaseException], None],
@@ -122,15 +123,14 @@ class LeaseKeeper:
         leave_secret: bytes,
         hear_engine: Callable[[], None] = lambda: None,
         inspect: Callable[[Inspect, bytes], None] = lambda question, reply_to: None,
-        turned_away: Callable[[str, str], None] = lambda where, why: None,
         meet: Callable[[Meet], tuple[MeetReport, int]] = lambda message: (MeetReport(rows=()), 0),
     ) -> None:
         self._hear_engine = hear_engine
         self._inspect = inspect
-        self._turned_away = turned_away
         self._meet = meet
         self._core = Lending(limits, observe)
         self._catch_up = catch_up
+        self._figures = figures
         self._clock = clock
         self._emit = emit
         self._log_failure = log_failure
@@ -208,7 +208,7 @@ class LeaseKeeper:
                 control.charge(asked.reply_address, MALFORMED_UNITS, understood=False)
                 malformed = MessageMalformed(sender="somebody who is connected", detail=error.detail)
                 self._log_failure("control socket", malformed)
-                self._turned_away(CONTROL_SOCKET, MALFORMED)
+                self._figures.note(TURNED_AWAY, CONTROL_SOCKET, MALFORMED)
                 continue
             match message:
                 case Inspect():  # which the inspector charges for, by what it answers
@@ -232,7 +232,7 @@ class LeaseKeeper:
                     else:
                         detail = "it asks this worker to leave, and does not come from its engine"
                         self._log_failure("control socket", MessageMalformed(sender="a stranger", detail=detail))
-                        self._turned_away(CONTROL_SOCKET, MALFORMED)
+                        self._figures.note(TURNED_AWAY, CONTROL_SOCKET, MALFORMED)
                 case _:
                     control.charge(asked.reply_address, MESSAGE_UNITS + len(message.leases))
                     self._inbox.put(_control_event(message, asked.reply_address))
@@ -250,7 +250,7 @@ class LeaseKeeper:
         if isinstance(parsed, notifications.Malformed):
             detail = f"{parsed.reason}: {parsed.found}"
             self._log_failure("notification", MessageMalformed(sender=message.sender, detail=detail))
-            self._turned_away(NOTIFICATIONS, MALFORMED)
+            self._figures.note(TURNED_AWAY, NOTIFICATIONS, MALFORMED)
             return []
         if isinstance(parsed, notifications.Heartbeat):
             self._named_in_turn += len(parsed.request_ids)
@@ -258,7 +258,7 @@ class LeaseKeeper:
 
     def _drop_notification(self) -> None:
         self.notifications_dropped += 1
-        self._turned_away(NOTIFICATIONS, DROPPED)
+        self._figures.note(TURNED_AWAY, NOTIFICATIONS, DROPPED)
         if is_said(self.notifications_dropped):
             self._log_failure("notification", NotificationsDropped(dropped=self.notifications_dropped))
 
@@ -297,7 +297,7 @@ class LeaseKeeper:
                 self._watch_notifications(is_expected)
             case lending.NoteLateRelease(sender=sender, request_id=request_id, was_expired=was_expired):
                 self.late_releases += 1
-                self._emit(Noted(figure=LATE_NOTIFICATIONS if was_expired else STRAY_NOTIFICATIONS))
+                self._figures.note(LATE_NOTIFICATIONS if was_expired else STRAY_RELEASES)
                 self._log_failure(f"lease of {request_id}", ConsumerUnknown(sender=sender, request_id=request_id))
             case _:
                 raise TypeError(f"{type(effect).__name__} is not an effect of this core")

@@ -29,12 +29,11 @@ import trio
 
 from connector.clock import NS_PER_SECOND, seconds_until, to_ns
 from connector.layout.geometry import BlockIdError
-from connector.observe.catalogue import FAILED_HANDSHAKES
+from connector.observe.catalogue import HANDSHAKES_FAILED
 from connector.ports import nixl
 from connector.protocol import (
     AbortPull,
     MeetPeer,
-    Noted,
     PeerAddress,
     PullCommand,
     QuarantineLifted,
@@ -489,7 +488,7 @@ class PeerActor:
         self._context.emit(QuarantineLifted(local_block_ids=pull.command.local_block_ids))
 
     def _note_handshake_failure(self, effect: core.NoteHandshakeFailure) -> None:
-        self._context.emit(Noted(figure=FAILED_HANDSHAKES))
+        self._context.figures.note_failed(HANDSHAKES_FAILED)
 
     def _note_leaving(self, effect: core.NoteLeaving) -> None:
         if self._context.event_log is not None:

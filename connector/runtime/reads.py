@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from connector.clock import Clock
-from connector.observe.catalogue import FAILED_TRANSFERS
+from connector.observe.catalogue import READS_FAILED
 from connector.ports import nixl
 from connector.ports.nixl import (
     AgentName,
@@ -40,7 +40,8 @@ from connector.ports.nixl import (
     ReadMeasured,
     ReadPosted,
 )
-from connector.protocol import Noted, WorkerEvent
+from connector.protocol import WorkerEvent
+from connector.runtime.figures import Figures
 from statemachine.failures import Failure, TransferError
 from statemachine.remote_engine import ReadEnded
 
@@ -104,6 +105,7 @@ class Reads:
     """See the module's docstring.
 
     Args:
+        figures: where READs that failed are counted.
         on_notification: called with each notification (untrusted bytes).
         on_broken: called once when the port is gone for good.
         log_crash: writes a line with a traceback: what raised it, what it raised.
@@ -115,6 +117,7 @@ class Reads:
         *,
         port: NixlPort,
         clock: Clock,
+        figures: Figures,
         emit: Callable[[WorkerEvent], None],
         on_notification: Callable[[NotificationReceived], None],
         on_broken: Callable[[str], None],
@@ -122,6 +125,7 @@ class Reads:
         descriptors_ahead_max: int = DESCRIPTORS_AHEAD_MAX,
     ) -> None:
         self.port = port
+        self._figures = figures
         self._descriptors_ahead_max = descriptors_ahead_max
         self._clock = clock
         self._emit = emit
@@ -337,7 +341,7 @@ class Reads:
         failure = None
         if error is not None:
             failure = TransferError(peer=order.peer, operation=operation, error=error, transport_lost=lost)
-            self._emit(Noted(figure=FAILED_TRANSFERS))
+            self._figures.note_failed(READS_FAILED)
         ended = ReadEnded(
             request_id=order.request_id,
             read=order.read,

@@ -51,6 +51,7 @@ from connector.protocol import (
     WorkerStopped,
 )
 from connector.runtime.context import ActorContext
+from connector.runtime.figures import Figures
 from connector.runtime.held_commands import HeldCommands
 from connector.runtime.inspector import Inspector
 from connector.runtime.introducer import Introducer
@@ -82,6 +83,7 @@ class Supervisor:
     Args:
         control: the control socket, of `side_channel`.
         process: a secret of this process, of which it makes what each P calls it: 32 hex digits.
+        figures: where what no transition tells is counted.
         emit: hands a worker event to the engine thread.
         log_failure: writes one line for people.
         log_crash: writes a line with a traceback: which actor, what it raised.
@@ -105,11 +107,11 @@ class Supervisor:
         process: str,
         clock: Clock,
         recorder: Recorder,
+        figures: Figures,
         emit: Callable[[WorkerEvent], None],
         log_failure: Callable[[str, Failure], None],
         log_crash: Callable[[str, BaseException], None],
         event_log: EventLog | None = None,
-        turned_away: Callable[[str, str], None] = lambda where, why: None,
         hear_engine: Callable[[], None] = lambda: None,
         descriptors_ahead_max: int = DESCRIPTORS_AHEAD_MAX,
         facts: EngineFacts = EngineFacts(),  # noqa: B008 - a frozen value
@@ -121,6 +123,7 @@ class Supervisor:
         self._reads = Reads(
             port=nixl_port,
             clock=clock,
+            figures=figures,
             emit=emit,
             on_notification=self._route_notification,
             on_broken=self._stop_everything,
@@ -132,6 +135,7 @@ class Supervisor:
             clock=clock,
             observe=recorder.observer(None, log=None if event_log is None else event_log.observe_lease),
             catch_up=recorder.catch_up,
+            figures=figures,
             emit=emit,
             log_failure=log_failure,
             log_crash=log_crash,
@@ -139,7 +143,6 @@ class Supervisor:
             control=control,
             leave_secret=leave_secret,
             hear_engine=hear_engine,
-            turned_away=turned_away,
             inspect=lambda question, reply_to: self._inspector.ask(question, reply_to),
             meet=self._meet,
         )
@@ -163,6 +166,7 @@ class Supervisor:
             recorder=recorder,
             plans=PlanCache(),
             pace=Pace(clock),
+            figures=figures,
             emit=emit,
             log_failure=log_failure,
             log_crash=log_crash,

@@ -263,7 +263,8 @@ class ConnectorWorker:
                 files_kept=options.trace_files_kept,
                 sample=options.trace_sample,
             )
-            sinks.append(TraceWriter(lines, on_missing=self._figures.note_trace_missing))
+            missing = catalogue.TRACE_RECORDS_MISSING
+            sinks.append(TraceWriter(lines, on_missing=lambda records: self._figures.note(missing, times=records)))
         return combined(sinks)
 
     @property
@@ -304,15 +305,15 @@ class ConnectorWorker:
 
         def refuse(address: str, sentence: str) -> None:
             log_stranger(address, sentence)
-            self._figures.note_turned_away(catalogue.CONTROL_SOCKET, catalogue.REFUSED)
+            self._figures.note(catalogue.TURNED_AWAY, catalogue.CONTROL_SOCKET, catalogue.REFUSED)
 
         def say_no_room(sentence: str) -> None:
             log_stranger("newcomers", sentence)
-            self._figures.note_turned_away(catalogue.CONTROL_SOCKET, catalogue.NO_ROOM)
+            self._figures.note(catalogue.TURNED_AWAY, catalogue.CONTROL_SOCKET, catalogue.NO_ROOM)
 
         def cut_off(subject: str, failure: Failure) -> None:
             log_failure(subject, failure)
-            self._figures.note_turned_away(catalogue.CONTROL_SOCKET, catalogue.CUT_OFF)
+            self._figures.note(catalogue.TURNED_AWAY, catalogue.CONTROL_SOCKET, catalogue.CUT_OFF)
 
         side_channel = ZmqSideChannel(self._access, refuse, say_no_room)
         port = control_port(self._vllm_config, self._options, rank_number)
@@ -355,12 +356,12 @@ class ConnectorWorker:
                 clock=clock,
                 sink=self._trace,
                 figures=self._figures,
-                count_crash=self._figures.note_crash,
+                count_crash=lambda: self._figures.note(catalogue.CRASHES),
             ),
+            figures=self._figures,
             emit=self._emit,
             log_failure=log_failure,
             log_crash=self._note_crash,
-            turned_away=self._figures.note_turned_away,
             event_log=EventLog(layout.engine_id, rank_number, clock=clock, log_failure=log_failure),
             hear_engine=hear_engine,
             facts=engine_facts(
@@ -382,7 +383,7 @@ class ConnectorWorker:
     def _note_crash(self, actor_name: str, error: BaseException) -> None:
         """Trio thread."""
         log_crash(actor_name, error)
-        self._figures.note_crash()
+        self._figures.note(catalogue.CRASHES)
 
     def _note_death(self, error: BaseException) -> None:
         """Trio thread, which ends with this."""

@@ -23,14 +23,12 @@ from typing import ParamSpec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from connector.clock import Clock, to_ns
-from connector.observe.catalogue import NOTED
 from connector.observe.log import CrashCount, root_cause
 from connector.observe.spans import PullTimes
 from connector.observe.stats import ConnectorStats
 from connector.protocol import (
     Command,
     LeaseGranted,
-    Noted,
     QuarantineLifted,
     ReceiveEnded,
     RejectPull,
@@ -64,11 +62,6 @@ class TransferLedger:
         self._clock = clock
         self._lease_ns = to_ns(lease_seconds)
         self._events: deque[WorkerEvent] = deque()
-        # How often each of those has come that are only counted, and what of that was taken: they are not kept, for
-        # peers and strangers can cause them while the engine is idle and takes none. The trio thread counts; the
-        # engine thread takes.
-        self._noted = dict.fromkeys(NOTED, 0)
-        self._noted_taken = self._noted.copy()
         self._stats = ConnectorStats()
         self._crashes = CrashCount()
         self._report = WorkerReport()
@@ -128,18 +121,12 @@ class TransferLedger:
     # --- on the way back ----------------------------------------------------------------------------------------
 
     def record(self, event: WorkerEvent) -> None:
-        """Something has ended. It is told with the next `take_results`. Any thread, but for what is only counted: the
-        trio thread."""
-        if isinstance(event, Noted):
-            self._noted[event.figure] += 1
-        else:
-            self._events.append(event)
+        """Something has ended. It is told with the next `take_results`. Any thread."""
+        self._events.append(event)
 
     def take_results(self) -> KVConnectorTransferResults:
         """What has ended since the last call, but for requests that were loaded: see `take_loaded`."""
         results = KVConnectorTransferResults()
-        if self._noted != self._noted_taken:
-            self._take_noted()
         while self._events:
             event = self._events.popleft()
             if self._is_repeated(event):
@@ -231,11 +218,6 @@ class TransferLedger:
                 self._events.append(SendEnded(request_id=request_id, expired=True))
 
     # --- inside -------------------------------------------------------------------------------------------------
-
-    def _take_noted(self) -> None:
-        for figure, times in self._noted.items():
-            self._count(self._stats.add_noted, figure, times - self._noted_taken[figure])
-            self._noted_taken[figure] = times
 
     def _count(self, count: Callable[_Figures, None], *figures: _Figures.args, **named: _Figures.kwargs) -> None:
         try:

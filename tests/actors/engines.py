@@ -46,6 +46,7 @@ from connector.protocol import (
     TrackLease,
     WorkerEvent,
 )
+from connector.runtime.figures import Figures
 from connector.runtime.listener import HandshakeListener
 from connector.runtime.reads import DESCRIPTORS_AHEAD_MAX
 from connector.runtime.recorder import Recorder
@@ -182,6 +183,7 @@ class Engine:
     control: Listener
     clock: Clock
     trace: ListSink
+    figures: Figures
     events: WorkerEvents
     failures: list[tuple[str, Failure]]
     crashes: list[tuple[str, BaseException]]
@@ -451,7 +453,7 @@ def _rank(
     refused: list[str] = []
     side_channel = _channel(channel_access(options), refused)
     control = side_channel.listen(HOST, 0, frame_bytes_max=REQUEST_BYTES_MAX)
-    trace, events = ListSink(), WorkerEvents()
+    trace, figures, events = ListSink(), Figures(), WorkerEvents()
     failures, crashes = list[tuple[str, Failure]](), list[tuple[str, BaseException]]()
 
     def log_failure(subject: str, failure: Failure) -> None:
@@ -473,6 +475,7 @@ def _rank(
             clock=clock,
             sink=combined([trace] if also_trace is None else [trace, also_trace]),
         ),
+        figures=figures,
         emit=events.tell,
         log_failure=log_failure,
         log_crash=lambda name, error: crashes.append((name, error)),
@@ -491,6 +494,7 @@ def _rank(
         control,
         clock,
         trace,
+        figures,
         events,
         failures,
         crashes,

@@ -8,7 +8,6 @@ import trio
 from connector.config import ConnectorOptions
 from connector.observe.catalogue import FAILED_NOTIFICATIONS
 from connector.ports.nixl import NixlCallFailed
-from connector.protocol import Noted
 from tests.actors.engines import HELD_SECONDS, LEASE_SECONDS, Engine, answer_as_builtin, engine, lend_by_all, until
 from tests.actors.test_peers import nobody, reads
 from tests.actors.test_pull import run
@@ -104,5 +103,6 @@ def test_each_notification_that_nixl_does_not_send_is_counted(monkeypatch: pytes
 
 
 def failed_notifications(rank: Engine) -> int:
-    """As the ledger hears of it."""
-    return rank.events.count(Noted(figure=FAILED_NOTIFICATIONS))
+    """Since the last call."""
+    taken = rank.figures.take()
+    return 0 if taken is None else taken.counts.get(FAILED_NOTIFICATIONS.key(), 0)

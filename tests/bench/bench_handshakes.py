@@ -54,6 +54,7 @@ from connector.ports.nixl_agent import RealNixlPort
 from connector.ports.nixl_agent.core import AgentCore
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.protocol import Command, PeerAddress, TrackLease
+from connector.runtime.figures import Figures
 from connector.runtime.listener import HandshakeListener
 from connector.runtime.recorder import Recorder
 from connector.runtime.supervisor import Supervisor
@@ -312,7 +313,8 @@ def decode_rank(model: Model, memory: Memory, wanted: int, *, is_metered: bool) 
             process=uuid.uuid4().hex,
             clock=clock,
             recorder=Recorder(engine_id="decode", rank=0, role="kv_consumer", clock=clock, sink=connected),
-            emit=lambda outcome: None,
+            figures=Figures(),
+            emit=lambda event: None,
             log_failure=lambda subject, failure: connected.failures.append(str(failure)),
             log_crash=lambda name, error: connected.failures.append(f"{name}: {error!r}"),
         )

@@ -37,6 +37,7 @@ from connector.protocol import (
     TrackLease,
     WorkerEvent,
 )
+from connector.runtime.figures import Figures
 from connector.runtime.listener import HandshakeListener
 from connector.runtime.recorder import Recorder
 from connector.runtime.supervisor import Supervisor
@@ -152,6 +153,7 @@ class Rank:
                 sink=None,
                 flight=FlightRecorder(steps_kept=STEPS_KEPT, bad_ends_kept=STEPS_KEPT),
             ),
+            figures=Figures(),
             emit=emit,
             log_failure=_refuse_failure,
             log_crash=_refuse_crash,

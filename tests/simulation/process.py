@@ -256,6 +256,7 @@ class Rank:
                 figures=self.figures,
                 flight=FlightRecorder(around.steps_kept, min(around.steps_kept, BAD_ENDS_KEPT)),
             ),
+            figures=self.figures,
             emit=self._emit,
             log_failure=lambda subject, failure: self._log_failure(subject, failure),
             log_crash=lambda actor, error: around.oracles.crash(engine.name, actor, error),

@@ -23,6 +23,7 @@ from trio.testing import MockClock
 
 from connector.clock import NS_PER_SECOND
 from connector.config import ConnectorOptions
+from connector.ports.nixl import ReadMeasured
 from connector.protocol import Command, ReceiveEnded, WorkerEvent
 from connector.wire import control
 from statemachine.trace import TransitionRecord
@@ -367,7 +368,7 @@ def _watch_worker_events(engine: Engine, sheet: _Sheet) -> None:
             said = "done" if event.failure is None else event.failure.kind
             quarantined = ", blocks in quarantine" if event.quarantined else ""
             sheet.add(f"{side}w->>{side}: ReceiveEnded ({said}{quarantined})")
-        elif not type(event).__name__.endswith(("Noted", "Measured")):
+        elif not isinstance(event, ReadMeasured):
             sheet.add(f"{side}w->>{side}: {type(event).__name__}")
         hear(tp_rank, event)
 

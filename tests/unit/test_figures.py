@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import tracemalloc
 from collections import Counter
 from typing import Any
 
 import pytest
 
 from connector.observe import catalogue
+from connector.observe.catalogue import Metric
 from connector.observe.traced import MACHINES
 from connector.runtime.figures import SAMPLES_MAX, Figures, Taken
 from connector.runtime.recorder import Recorder
@@ -277,8 +279,8 @@ def test_figures_that_nobody_takes_are_bounded() -> None:
 
 def test_what_crashes_is_counted() -> None:
     figures = Figures()
-    figures.note_crash()
-    figures.note_crash()
+    figures.note(catalogue.CRASHES)
+    figures.note(catalogue.CRASHES)
     assert figures.take() == ({"crashes": 2}, {})
     assert figures.take() is None
 
@@ -286,14 +288,57 @@ def test_what_crashes_is_counted() -> None:
 def test_who_is_turned_away_is_counted_by_where_and_why() -> None:
     figures = Figures()
     for where, why in ((catalogue.CONTROL_SOCKET, catalogue.REFUSED), (catalogue.NOTIFICATIONS, catalogue.DROPPED)):
-        figures.note_turned_away(where, why)
+        figures.note(catalogue.TURNED_AWAY, where, why)
     assert figures.take() == ({"turned_away|control_socket|refused": 1, "turned_away|notifications|dropped": 1}, {})
+
+
+NOTED = (
+    (catalogue.LATE_NOTIFICATIONS, ()),
+    (catalogue.STRAY_RELEASES, ()),
+    (catalogue.FAILED_NOTIFICATIONS, ()),
+    (catalogue.READS_FAILED, ()),
+    (catalogue.HANDSHAKES_FAILED, ()),
+    (catalogue.TURNED_AWAY, (catalogue.CONTROL_SOCKET, catalogue.MALFORMED)),
+)
+
+
+@pytest.mark.parametrize(("metric", "values"), NOTED, ids=[metric.name for metric, _ in NOTED])
+def test_an_idle_engine_keeps_nothing_of_what_is_only_counted(metric: Metric, values: tuple[str, ...]) -> None:
+    """It takes no figures, and strangers may go on for days."""
+    figures = Figures()
+
+    def note(times: int) -> int:
+        before = tracemalloc.get_traced_memory()[0]
+        for _ in range(times):
+            figures.note(metric, *values)
+        return tracemalloc.get_traced_memory()[0] - before
+
+    tracemalloc.start()
+    try:
+        note(300)
+        assert note(10_000) < 10_000 * 8, "not even a reference to each"
+    finally:
+        tracemalloc.stop()
+    assert figures.take() == ({metric.key(*values): 10_300}, {})
+    assert figures.take() is None
+    figures.note(metric, *values)
+    assert figures.take() == ({metric.key(*values): 1}, {})
+
+
+@pytest.mark.parametrize(
+    "metric", [catalogue.READS_FAILED, catalogue.HANDSHAKES_FAILED, catalogue.FAILED_NOTIFICATIONS]
+)
+def test_what_fails_below_a_request_counts_as_a_failed_transfer_too(metric: Metric) -> None:
+    """As the built-in connector counts."""
+    figures = Figures()
+    figures.note_failed(metric)
+    assert figures.take() == ({metric.key(): 1, catalogue.FAILED_TRANSFERS.key(): 1}, {})
 
 
 def test_records_that_are_missing_in_the_trace_are_counted() -> None:
     figures = Figures()
-    figures.note_trace_missing(3)
-    figures.note_trace_missing(4)
+    figures.note(catalogue.TRACE_RECORDS_MISSING, times=3)
+    figures.note(catalogue.TRACE_RECORDS_MISSING, times=4)
     taken = figures.take()
     assert taken is not None
     assert taken.counts == {"trace_records_missing": 7}

@@ -15,18 +15,18 @@ import trio.testing
 
 from connector.clock import BootClock, Clock, to_ns
 from connector.config import ConnectorOptions, parse_options
-from connector.observe.catalogue import LATE_NOTIFICATIONS, STRAY_NOTIFICATIONS
+from connector.observe.catalogue import LATE_NOTIFICATIONS, STRAY_RELEASES, TURNED_AWAY
 from connector.ports.side_channel import DECODED_BYTES_PER_UNIT, SENT_BYTES_PER_UNIT, ListenerCounts, Request
 from connector.ports.zmq_bridge import ZmqListener, ZmqSideChannel
 from connector.protocol import (
     LeaseComputing,
     LeaseGranted,
     LeaseWithdrawn,
-    Noted,
     SendEnded,
     WorkerEvent,
 )
 from connector.runtime import lease_keeper
+from connector.runtime.figures import Figures
 from connector.runtime.lease_keeper import (
     LEASES_PER_TURN_MAX,
     MALFORMED_UNITS,
@@ -88,7 +88,8 @@ class Rank:
         self.events: list[WorkerEvent] = []
         self.failures: list[Failure] = []
         self.crashes: list[str] = []
-        self.turned_away: Counter[tuple[str, str]] = Counter()
+        self.figures = Figures()
+        self._counts: Counter[str] = Counter()
         self.is_watching: list[bool] = []
         self.steps: list[tuple[Any, str, str]] = []
         self.values: dict[Any, Lease] = {}
@@ -102,6 +103,7 @@ class Rank:
             limits=lending_limits(options),
             clock=clock,
             observe=observer_of(self._observe),
+            figures=self.figures,
             emit=self._emit,
             log_failure=lambda subject, failure: self.failures.append(failure),
             log_crash=lambda task, error: self.crashes.append(f"{task}: {error}"),
@@ -109,7 +111,6 @@ class Rank:
             control=control,
             leave_secret=LEAVE_SECRET,
             hear_engine=self._hear_engine,
-            turned_away=lambda *where_and_why: self.turned_away.update([where_and_why]),
         )
         self._core_step = self.keeper._core._step
         self.keeper._core._step = self._step  # type: ignore[method-assign]
@@ -151,10 +152,20 @@ class Rank:
         return sum(event == "Renewed" for _, event, _ in self.steps)
 
     def stray(self) -> int:
-        return self.events.count(Noted(figure=STRAY_NOTIFICATIONS))
+        return self._counted()[STRAY_RELEASES.key()]
 
     def late(self) -> int:
-        return self.events.count(Noted(figure=LATE_NOTIFICATIONS))
+        return self._counted()[LATE_NOTIFICATIONS.key()]
+
+    def turned_away(self) -> dict[str, int]:
+        """By where and why."""
+        found = {"|".join(values): self._counted()[TURNED_AWAY.key(*values)] for values in TURNED_AWAY.series}
+        return {where_and_why: count for where_and_why, count in found.items() if count}
+
+    def _counted(self) -> Counter[str]:
+        if (taken := self.figures.take()) is not None:
+            self._counts.update(taken.counts)
+        return self._counts
 
 
 @asynccontextmanager
@@ -292,7 +303,7 @@ def test_a_flood_of_notifications_costs_no_grant(monkeypatch: pytest.MonkeyPatch
     dropped = [each.dropped for each in rank.failures if isinstance(each, NotificationsDropped)]
     assert dropped == [2**exponent for exponent in range(12)], "few lines, and each says how many"
     assert sum(isinstance(each, MessageMalformed) for each in rank.failures) == 1000
-    assert rank.turned_away == {("notifications", "dropped"): 3500, ("notifications", "malformed"): 1000}
+    assert rank.turned_away() == {"notifications|dropped": 3500, "notifications|malformed": 1000}
 
 
 def test_notifications_that_wait_have_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -509,7 +520,7 @@ def test_what_is_no_notification_costs_a_line() -> None:
         (failure,) = rank.failures
         assert isinstance(failure, MessageMalformed)
         assert (failure.sender, failure.detail) == ("d", "not UTF-8: b'\\xff'")
-        assert rank.turned_away == {("notifications", "malformed"): 1}
+        assert rank.turned_away() == {"notifications|malformed": 1}
         assert rank.late() == 0
 
     run_ahead(test)
@@ -690,7 +701,7 @@ def test_only_its_own_engine_has_a_worker_leave() -> None:
         [failure] = rank.failures
         assert isinstance(failure, MessageMalformed)
         assert "does not come from its engine" in failure.detail
-        assert rank.turned_away == {("control_socket", "malformed"): 1}
+        assert rank.turned_away() == {"control_socket|malformed": 1}
 
     run_over_zmq(test)
 
@@ -735,7 +746,7 @@ def test_what_is_no_message_gets_silence_and_costs_nothing(frames: tuple[bytes, 
         assert [type(failure) for failure in rank.failures] == [MessageMalformed]
         assert shorten(str(rank.failures[0]), 500) == str(rank.failures[0]), "fit for a log"
         assert rank.crashes == []
-        assert rank.turned_away == {("control_socket", "malformed"): 1}
+        assert rank.turned_away() == {"control_socket|malformed": 1}
 
     run_over_zmq(test)
 

@@ -12,6 +12,7 @@ import trio
 from connector.clock import BootClock
 from connector.ports import nixl
 from connector.ports.nixl import DescriptorIds, NixlEvent, PortClosed, ReadPosted
+from connector.runtime.figures import Figures
 from connector.runtime.reads import DESCRIPTORS_AHEAD_MAX, DESCRIPTORS_PER_TURN, ORDERS_AHEAD_MIN, ReadOrder, Reads
 from statemachine.failures import Failure, TransferError
 from statemachine.remote_engine import ReadEnded
@@ -61,7 +62,13 @@ class Port:
 
 def reads_of(port: Any, log_crash: Callable[..., None] = nothing) -> Reads:
     return Reads(
-        port=port, clock=BootClock(), emit=nothing, on_notification=nothing, on_broken=nothing, log_crash=log_crash
+        port=port,
+        clock=BootClock(),
+        figures=Figures(),
+        emit=nothing,
+        on_notification=nothing,
+        on_broken=nothing,
+        log_crash=log_crash,
     )
 
 

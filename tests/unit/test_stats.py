@@ -33,7 +33,6 @@ from connector.observe import catalogue
 from connector.observe.stats import ConnectorPromMetrics, ConnectorStats
 from connector.ports.nixl import ReadMeasured
 from connector.protocol import (
-    Noted,
     QuarantineLifted,
     ReceiveEnded,
     SendEnded,
@@ -41,6 +40,7 @@ from connector.protocol import (
     WorkerEvent,
     WorkerStopped,
 )
+from connector.runtime.figures import Figures
 from connector.scheduler.engine_figures import EngineFigures
 from statemachine.failures import AbortedByClient, DeadlineExceeded, Failure, LeaseNotProven, Quarantined
 from tests.unit.test_ledger import SettableClock
@@ -75,22 +75,22 @@ def test_the_class_is_found_by_its_own_name() -> None:
 
 
 COUNTED_IN: list[tuple[WorkerEvent, dict[str, Any]]] = [
-    (received(), {"completed_receives": 1}),
-    (received(NOT_PROVEN), {"failed_receives": {"LeaseNotProven": 1}}),
-    (received(STUCK, quarantined=True), {"failed_receives": {"Quarantined": 1}, "quarantined_receives": 1}),
-    (SendEnded(request_id="r", expired=True), {"expired_leases": 1}),
-    (Noted(figure=catalogue.FAILED_HANDSHAKES), {"failed_handshakes": 1}),
-    (Noted(figure=catalogue.FAILED_TRANSFERS), {"failed_transfers": 1}),
-    (Noted(figure=catalogue.FAILED_NOTIFICATIONS), {"failed_notifications": 1}),
-    (Noted(figure=catalogue.LATE_NOTIFICATIONS), {"late_notifications": 1}),
-    (Noted(figure=catalogue.STRAY_NOTIFICATIONS), {"stray_notifications": 1}),
+    (received(), {"counts": {"completed_receives": 1}}),
+    (received(NOT_PROVEN), {"counts": {"failed_receives|LeaseNotProven": 1}}),
+    (
+        received(STUCK, quarantined=True),
+        {"counts": {"failed_receives|Quarantined": 1, "quarantined_receives": 1}},
+    ),
+    (SendEnded(request_id="r", expired=True), {"counts": {"vllm:nixl_num_kv_expired_reqs": 1}}),
     (
         measured(),
         {
-            "transfer_seconds": [0.02],
-            "post_seconds": [0.002],
-            "transfer_bytes": [4 * MIB],
-            "transfer_descriptors": [64],
+            "samples": {
+                "vllm:nixl_xfer_time_seconds": [0.02],
+                "vllm:nixl_post_time_seconds": [0.002],
+                "vllm:nixl_bytes_transferred": [4 * MIB],
+                "vllm:nixl_num_descriptors": [64],
+            }
         },
     ),
     (SendEnded(request_id="r", expired=False), {}),
@@ -103,12 +103,20 @@ EVERYTHING = [event for event, _ in COUNTED_IN]
 def add_to(stats: ConnectorStats, event: WorkerEvent) -> None:
     """As the worker's ledger does."""
     match event:
-        case Noted(figure=figure):
-            stats.add_noted(figure, 1)
         case ReceiveEnded(failure=None):
             stats.count_loaded(1)
         case _:
             stats.add(event)
+
+
+def add_noted(stats: ConnectorStats, note: Callable[[Figures], None]) -> None:
+    """What the actors count themselves, as the worker adds it."""
+    figures = Figures()
+    note(figures)
+    taken = figures.take()
+    assert taken is not None
+    for key, count in taken.counts.items():
+        stats.count(key, count)
 
 
 def stats_of(*events: WorkerEvent) -> ConnectorStats:
@@ -214,7 +222,10 @@ def logged(*intervals: ConnectorStats) -> list[str]:
 
 
 def test_the_periodic_line_of_vllm_shows_the_figures_of_the_interval() -> None:
-    (line,) = logged(stats_of(*EVERYTHING), stats_of(measured(0.04), received(NOT_PROVEN), received(AbortedByClient())))
+    first = stats_of(*EVERYTHING)
+    for metric in (catalogue.READS_FAILED, catalogue.HANDSHAKES_FAILED, catalogue.FAILED_NOTIFICATIONS):
+        add_noted(first, lambda figures, metric=metric: figures.note_failed(metric))
+    (line,) = logged(first, stats_of(measured(0.04), received(NOT_PROVEN), received(AbortedByClient())))
     assert "Num successful transfers=2, Avg xfer time (ms)=30.0" in line
     assert "Throughput (MB/s)=133.333" in line
     assert "Num failed transfers=3," in line
@@ -271,11 +282,11 @@ def test_shared_figures_of_the_periodic_line_agree_with_the_built_in_connector()
         builtin.record_transfer(telemetry(seconds, mebibytes, descriptors))
     builtin.record_failed_handshake()
     builtin.record_kv_expired_req()
-    ours = stats_of(
-        *(measured(s, mebibytes=m, descriptors=d) for s, m, d in TRANSFERS),
-        Noted(figure=catalogue.FAILED_HANDSHAKES),
-        SendEnded(request_id="r", expired=True),
-    ).reduce()
+    stats = stats_of(
+        *(measured(s, mebibytes=m, descriptors=d) for s, m, d in TRANSFERS), SendEnded(request_id="r", expired=True)
+    )
+    add_noted(stats, lambda figures: figures.note_failed(catalogue.HANDSHAKES_FAILED))
+    ours = stats.reduce()
     expected = builtin.reduce()
     assert {key: ours[key] for key in expected} == pytest.approx(expected, abs=0.001)
 
@@ -334,18 +345,20 @@ def test_metrics_of_the_built_in_connector_have_its_names_buckets_and_values() -
     builtin = NixlKVConnectorStats()
     for seconds, mebibytes, descriptors in TRANSFERS:
         builtin.record_transfer(telemetry(seconds, mebibytes, descriptors))
-    failures: list[tuple[int, Any, WorkerEvent]] = [
-        (2, builtin.record_failed_transfer, Noted(figure=catalogue.FAILED_TRANSFERS)),
-        (3, builtin.record_failed_notification, Noted(figure=catalogue.FAILED_NOTIFICATIONS)),
-        (4, builtin.record_failed_handshake, Noted(figure=catalogue.FAILED_HANDSHAKES)),
-        (5, builtin.record_kv_expired_req, SendEnded(request_id="r", expired=True)),
-        (6, builtin.record_notification_after_expiry, Noted(figure=catalogue.LATE_NOTIFICATIONS)),
-    ]
     ours = stats_of(*(measured(s, mebibytes=m, descriptors=d) for s, m, d in TRANSFERS))
-    for times, record, event in failures:
+    failures: list[tuple[int, Any, Callable[[Figures], None]]] = [
+        (2, builtin.record_failed_transfer, lambda figures: figures.note_failed(catalogue.READS_FAILED)),
+        (3, builtin.record_failed_notification, lambda figures: figures.note_failed(catalogue.FAILED_NOTIFICATIONS)),
+        (4, builtin.record_failed_handshake, lambda figures: figures.note_failed(catalogue.HANDSHAKES_FAILED)),
+        (6, builtin.record_notification_after_expiry, lambda figures: figures.note(catalogue.LATE_NOTIFICATIONS)),
+    ]
+    for times, record, note in failures:
         for _ in range(times):
             record()
-            add_to(ours, event)
+            add_noted(ours, note)
+    for _ in range(5):
+        builtin.record_kv_expired_req()
+        ours.add(SendEnded(request_id="r", expired=True))
     builtin_metrics.observe(builtin.data)
     metrics.observe(across_processes(ours))
 
@@ -383,11 +396,9 @@ def test_ended_requests_are_counted_by_kind_and_per_engine() -> None:
 
 def test_failed_handshakes_and_reads_are_told_apart() -> None:
     registry = CollectorRegistry()
-    stats = stats_of(
-        Noted(figure=catalogue.FAILED_HANDSHAKES),
-        Noted(figure=catalogue.FAILED_TRANSFERS),
-        Noted(figure=catalogue.FAILED_TRANSFERS),
-    )
+    stats = ConnectorStats()
+    for metric in (catalogue.HANDSHAKES_FAILED, catalogue.READS_FAILED, catalogue.READS_FAILED):
+        add_noted(stats, lambda figures, metric=metric: figures.note_failed(metric))
     our_prometheus(registry).observe(across_processes(stats))
     assert value(registry, "vllm:nixl_actor_failed_handshakes_total") == 1
     assert value(registry, "vllm:nixl_actor_failed_reads_total") == 2

@@ -247,6 +247,7 @@ class Rank:
                     sink=JsonLinesSink(Door(points, owner, "trace file", NoFiles())),  # type: ignore[arg-type]
                     figures=_Figures(points, owner, worker),  # type: ignore[arg-type]
                 ),
+                figures=worker.figures_of_actors,
                 emit=worker._emit,
                 log_failure=log_failure,
                 log_crash=log_crash,
