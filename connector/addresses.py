@@ -8,7 +8,7 @@ from connector.wire.bounded import shorten
 
 
 def join_address(host: str, port: int | str) -> str:
-    """As everybody writes it, and `split_address` reads it: an IPv6 address in brackets."""
+    """Join host and port as everybody writes them and `split_address` reads them: an IPv6 address is in brackets."""
     bare = unbracketed(host)
     return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
 

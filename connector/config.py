@@ -131,15 +131,15 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     allowed_peers: Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=256)] = ()
     """Address ranges of the engines and tools that may connect to this engine, and that it connects to. Empty: all."""
     allow_insecure_peers: bool = False
-    """Also deal with engines that have no keys, such as built-in ones: what params_keys_file and curve_directory ask of
-    peers is given up where a peer does not offer it."""
+    """Whether this engine also deals with peers that have no keys, such as built-in ones: what params_keys_file and
+    curve_directory ask of peers is given up where a peer does not offer it."""
     trace_directory: Annotated[str, Meta(min_length=1)] | None = None
     """Where each process writes its state transitions as JSON lines. Unset: the environment variable
     NIXL_ACTOR_TRACE_DIR, and no trace when that is unset too."""
     trace_file_bytes: Annotated[int, Meta(ge=1 << 16, le=1 << 40)] = FILE_BYTES
     """A trace file that has reached this size is followed by another one."""
     trace_files_kept: Annotated[int, Meta(ge=1, le=10_000)] = FILES_KEPT
-    """Of the trace files of one process, the newest that are kept."""
+    """How many trace files of one process are kept, the newest ones."""
     trace_sample: Annotated[float, Meta(ge=0, le=1)] = 1.0
     """Share of the requests that is traced, each as a whole, and the same ones on P and on D if both have the same."""
 

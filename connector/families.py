@@ -87,7 +87,8 @@ class Holds(enum.Enum):
     TOKENS = "tokens"
     """Peers are told its block size. A block may be several kernel blocks."""
     STATE = "state"
-    """Of everything before it: peers are told no block size, and a block is not split. Its page may be padded."""
+    """The state after everything before it. Peers are told no block size, and a block is not split. Its page may be
+    padded."""
     RING = "ring"
     """Like a state, the same on all ranks; its length says how many tokens it holds. An engine that has any advertises
     layers in vLLM's own order, with pages of unlike sizes at one address."""
@@ -119,7 +120,7 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     spec: Any
-    """Of the class of the row that is asked."""
+    """The cache spec, of the class of the row that is asked."""
     group: int
     """Number of its cache group."""
     model_config: ModelConfig
@@ -131,7 +132,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
 
     holds: Holds
     require: Callable[[str, Any], None]
-    """Of a layer's name and its spec."""
+    """Takes a layer's name and its spec."""
     shape: Callable[[Layer], LayerShape]
     keeps: Callable[[Any], Keeps]
     packs: bool = False

@@ -43,7 +43,7 @@ def check_options(vllm_config: VllmConfig) -> None:
 
 
 def _check_options(vllm_config: VllmConfig, config: KVTransferConfig) -> None:
-    """Of one connector, and of those in it."""
+    """Check the options of one connector, and of those in it."""
     if config.kv_connector == _SEVERAL:
         for child in config.kv_connector_extra_config.get("connectors", []):
             _check_options(vllm_config, _config_of(child, config))
@@ -77,7 +77,7 @@ def share_policy(config: KVTransferConfig) -> None:
 
 
 def _config_of(child: dict[str, Any], parent: KVTransferConfig) -> KVTransferConfig:
-    """Of a connector in another, as vLLM makes it."""
+    """The configuration of a connector in another, as vLLM makes it."""
     from vllm.config import KVTransferConfig
 
     return KVTransferConfig(**{"engine_id": parent.engine_id, **child})
@@ -174,7 +174,8 @@ def _require_memory_that_stays(vllm_config: VllmConfig, config: KVTransferConfig
 
 
 def _is_ours(config: KVTransferConfig) -> bool:
-    """Also for a class that is derived from ours. Only what vLLM imports in this process anyway is imported."""
+    """Whether this connector is configured, or a class derived from it. Imports only what vLLM imports in this process
+    anyway."""
     if config.kv_connector_module_path is None:
         return bool(config.kv_connector == CONNECTOR_NAME)
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory

@@ -46,8 +46,8 @@ class GroupPull(msgspec.Struct, frozen=True, kw_only=True):
     local_first: int
     """How many blocks of our size lie before local_block_ids[0] in the request."""
     remote_block_ids: list[int]
-    """As the peer sent them, without placeholders. They begin with the first block of the request when the group keeps
-    everything; otherwise they end with the last one of `remote_num_tokens`."""
+    """The peer's block ids as it sent them, without placeholders. They begin with the first block of the request when
+    the group keeps everything; otherwise they end with the last one of `remote_num_tokens`."""
     window_tokens: int | None = None
     """Only so many tokens at the end are needed, and kept by either side; None: all."""
 
@@ -63,7 +63,7 @@ class StartPull(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     request_id: str
     lease: LeaseName
-    """Of the blocks on the peer."""
+    """The lease of the blocks on the peer."""
     peer: PeerAddress
     groups: tuple[GroupPull, ...]
     num_tokens: int | None
@@ -146,7 +146,8 @@ class LeaseWithdrawn(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 # --- commands: either side ------------------------------------------------------------------------------------------
 
 LOCAL_PREFILLS_NAMED_MAX = 16
-"""Of one step; the others are only counted, so that an engine that also serves plain requests pays little for them."""
+"""How many requests of one step are named; the others are only counted, so that an engine that also serves plain
+requests pays little for them."""
 
 
 class LocalPrefill(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,11 +8,11 @@ NIXL = ("nixl", "nixl-cu12", "nixl-cu13")
 """Distributions that NIXL comes in: a wheel for one kind of device may be installed without the one that chooses."""
 
 UNKNOWN = "unknown"
-"""Of what runs without having been installed."""
+"""The version that is shown of what runs without having been installed."""
 
 
 def installed_version(*distributions: str) -> str | None:
-    """Of the first of these that is installed; None: none is."""
+    """The version of the first of these that is installed; None: none is."""
     for name in distributions:
         try:
             return metadata.version(name)

@@ -228,7 +228,7 @@ class ConnectorScheduler:
         return count, True
 
     def _tokens_to_compute(self, request: Request, pull: WaitingPull, count: int) -> int:
-        """Of a prompt of which `count` tokens can be loaded, how many vLLM computes if none is.
+        """How many tokens of a prompt vLLM computes if none of the `count` that can be loaded is.
 
         Where states are cached, these may be more: the last cached state may lie long before the end of the attention
         that is cached, which is what vLLM tells a connector. Or fewer: it tells of whole blocks alone.
@@ -470,7 +470,7 @@ class ConnectorScheduler:
 
 
 def _step_slots(vllm_config: VllmConfig) -> int:
-    """That a request may take in a step that speculates: of a token, its drafts, and what the drafter writes ahead."""
+    """Slots that a request may take in a step that speculates: a token, its drafts, and what is written ahead."""
     drafts: int = vllm_config.num_speculative_tokens
     ahead: int = vllm_config.num_lookahead_tokens
     return 1 + drafts + ahead if drafts else 0

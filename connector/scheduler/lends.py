@@ -379,8 +379,9 @@ def wants_remote_decode(request: Request) -> bool:
 
 
 def _computed_tokens(request: Request) -> int:
-    """Of a request that has ended: not those of a step that is still under way, for D may read before they are there.
-    vLLM has taken those off a session already, whose count may be less than none then."""
+    """How many tokens of a request that has ended are in its blocks. Those of a step that is still under way are left
+    out, because D may read before they are there. vLLM has left them out of a session's count already; the result may
+    then be negative."""
     computed: int = request.num_computed_tokens - request.num_in_flight_tokens
     return computed
 

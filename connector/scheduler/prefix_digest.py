@@ -35,12 +35,12 @@ Digests = list[tuple[int, str]]
 
 
 def prompt_digests(request: Request, lengths: Collection[int]) -> Digests:
-    """Of tokens and adapter, for each of these numbers of tokens. Empty where the prompt is given as embeddings."""
+    """Digests of tokens and adapter, one for each of `lengths`. Empty where the prompt is given as embeddings."""
     return _digests(request, lengths, repr(_adapter(request)), [])
 
 
 def prefix_digests(request: Request, lengths: Collection[int], *, numbers_media: bool) -> Digests:
-    """Of all that KV depends on, for each of these numbers of tokens. Empty where the prompt is given as embeddings, or
+    """Digests of all that KV depends on, one for each of `lengths`. Empty where the prompt is given as embeddings, or
     where its images have no name of their own."""
     media = request.mm_features or ()
     if media and numbers_media:

@@ -281,8 +281,8 @@ class Pulls:
         return tokens
 
     def _tokens_to_read_back(self, request: Request, remote: RemotePrefill) -> int:
-        """Of those that a D has, as many as this prompt is known to begin with (`prefix_digest`). Of a prompt that is
-        loaded whole vLLM computes the last token again, which a state does not allow."""
+        """How many of D's tokens this prompt is known to begin with (`prefix_digest`). If all of them were loaded, vLLM
+        would compute the last one again, which a state does not allow."""
         if remote.lease_number is None:
             return 0
         theirs, ours = remote.num_tokens or 0, request.num_prompt_tokens
@@ -367,7 +367,7 @@ def _lease(remote: RemotePrefill) -> LeaseName:
 
 
 def _lease_key(remote: RemotePrefill) -> tuple[str, LeaseName]:
-    """Also of other engines than one."""
+    """Unique across engines."""
     return remote.engine_id, _lease(remote)
 
 

@@ -33,11 +33,11 @@ from connector.worker.cache_memory import WORDS, Numbers, to_device, word_of
 from connector.worker.device_stream import may_wait, stream_beside_steps
 
 _AT_ONCE_BYTES = 8 << 20
-"""Of blocks: memory that is taken for a moment, several times over."""
+"""How many bytes of blocks are summed at once. Several times as much memory is taken for a moment."""
 
 
 class BlockSums:
-    """Of the allocations that back `caches`, all on one device."""
+    """Sums blocks that lie in the allocations behind `caches`, all on one device."""
 
     def __init__(self, caches: Iterable[torch.Tensor]) -> None:
         storages = {cache.untyped_storage().data_ptr(): cache.untyped_storage() for cache in caches}

@@ -27,7 +27,7 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By size in bytes. Integers, because not every operation knows the types of quantised caches."""
 
 _UNITS_AT_ONCE = 1 << 20
-"""Of an index, which takes eight bytes of the device for each unit, and vLLM leaves little."""
+"""The longest index, in units. It takes eight bytes of device memory for each unit, and vLLM leaves little."""
 
 
 def word_of(sizes: Iterable[int]) -> torch.dtype:

@@ -447,7 +447,7 @@ class ConnectorWorker:
         return msgspec.structs.replace(command, block_ids=None, sums=encode_sums(sums))
 
     def _find_sums(self, wanted: Sequence[SumsWanted], thread: ActorThread[Command | AfterSteps]) -> None:
-        """Of what READs have left, for the actors that compare."""
+        """Sum what READs have left, for the actors, which compare."""
         assert self._block_sums is not None
         for each in wanted:
             try:

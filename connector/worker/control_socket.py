@@ -50,7 +50,7 @@ def require_control_ports(vllm_config: VllmConfig, options: ConnectorOptions) ->
 
 
 def control_port(vllm_config: VllmConfig, options: ConnectorOptions, rank_number: int) -> int:
-    """Of a rank (`Placement.number`); 0: any free one."""
+    """The port of a rank's control socket, by `Placement.number`; 0: any free one."""
     parallel = vllm_config.parallel_config
     if not options.control_port:
         return 0

@@ -108,7 +108,7 @@ def kv_identity(
     tp_size: int,
     groups: Sequence[CacheGroup] = (),
 ) -> KvIdentity:
-    """Of this rank, whose layers are those of `shapes`, and whose cache groups are `groups` (none: it does not say)."""
+    """The identity of this rank's KV. `shapes` has its layers, `groups` its cache groups (none: it does not say)."""
     return KvIdentity(
         factors=_factors(vllm_config, attention_backend),
         layers=_layers(vllm_config, specs, shapes, tp_rank=tp_rank, tp_size=tp_size),
@@ -145,7 +145,7 @@ def _of_model(prefix: str, model: ModelConfig, load: Any) -> dict[str, str]:
 
 
 def _of_draft(vllm_config: VllmConfig) -> dict[str, str]:
-    """Of speculative decoding with KV of its own, which is transferred with the model's."""
+    """The factors of speculative decoding that has KV of its own, which is transferred with the model's."""
     speculative = vllm_config.speculative_config
     if speculative is None or not speculative.uses_draft_kv_cache():
         return {f"{DRAFT}method": NONE}
@@ -162,8 +162,8 @@ def _of_draft(vllm_config: VllmConfig) -> dict[str, str]:
 
 
 def _of_long_rope(model: ModelConfig) -> dict[str, str]:
-    """Of a model with two lists of rotary factors. vLLM takes the same one for all prompts of an engine, by the longest
-    request that the engine allows and not by the prompt."""
+    """Which list of rotary factors a model uses that has two. vLLM takes the same one for all prompts of an engine, by
+    the longest request that the engine allows and not by the prompt."""
     rope = getattr(model.hf_text_config, "rope_parameters", None) or {}
     by_layer_type = rope.values() if is_rope_parameters_nested(rope) else (rope,)
     limits = [each[_SHORT_UP_TO] for each in by_layer_type if each and each.get("rope_type") == "longrope"]
@@ -174,8 +174,8 @@ def _of_long_rope(model: ModelConfig) -> dict[str, str]:
 
 
 def _of_temperature_tuning(model: ModelConfig) -> dict[str, str]:
-    """Of a model whose layers without rotary embedding scale their queries by position, if told to. That changes the
-    hidden states, and so the KV of all later layers.
+    """Whether a model's layers without rotary embedding scale their queries by position, where it has such layers. That
+    changes the hidden states, and so the KV of all later layers.
 
     For Llama 4 vLLM decides it by the generation config, or else by the longest request that the engine allows. It
     writes the result into a copy of the configuration that only the language model has.
@@ -252,7 +252,7 @@ def _layers(
 
 
 def _content_bytes(shape: LayerShape, spec: KVCacheSpec) -> tuple[int, ...]:
-    """Of a unit of each component, the same on any number of ranks."""
+    """Bytes of content in a unit of each component, the same on any number of ranks."""
     first = shape.components[0]
     if first.name == STATE_OF_RANK:
         return (first.units * first.bytes_per_unit,)

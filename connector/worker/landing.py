@@ -20,7 +20,7 @@ from connector.protocol import Landed
 from connector.worker.cache_memory import Numbers, to_device, word_of
 
 MOVED_AT_ONCE_BYTES = 64 << 20
-"""Of one layer: device memory that is taken for a moment, of which vLLM leaves little. Less where less is left."""
+"""How much of one layer is moved at once. So much device memory is taken for a moment; less where vLLM leaves less."""
 
 
 def landing_caches(layout: RankLayout, caches: Mapping[str, torch.Tensor]) -> dict[int, list[torch.Tensor]]:
@@ -60,7 +60,7 @@ def as_landed(cache: torch.Tensor, *, heads_first: bool, chunks: int) -> torch.T
 
 
 class _Views(NamedTuple):
-    """Of the same cache: [kernel blocks, heads, chunks, tokens of a chunk, content]."""
+    """Two views of one cache, of shape [kernel blocks, heads, chunks, tokens of a chunk, content]."""
 
     stays: torch.Tensor
     lands: torch.Tensor
@@ -82,7 +82,7 @@ class _Views(NamedTuple):
 
 
 def _views(cache: torch.Tensor, *, heads_first: bool, chunks: int) -> _Views | None:
-    """As the blocks are to stay, and as they land; None where that is the same."""
+    """The cache as its blocks are to stay, and as they land; None where that is the same."""
     blocks, heads, tokens, content = cache.shape
     block_step, head_step, token_step, _ = cache.stride()
     steps = landed_steps(

@@ -47,7 +47,7 @@ from statemachine.failures import ConnectorStopped, Failure
 _Figures = ParamSpec("_Figures")
 
 REASON_LENGTH_MAX = 300
-"""Of why this worker has stopped, in characters."""
+"""The longest reason why this worker has stopped, in characters."""
 
 
 class TransferLedger:
@@ -163,8 +163,9 @@ class TransferLedger:
     def end_loaded(
         self, finished: set[str], failed: Mapping[str, Failure], results: KVConnectorTransferResults
     ) -> None:
-        """Of those of `take_loaded`, perhaps of an earlier step: these may be used, and those could not be finished.
-        Nothing is in flight any more. Only now they are counted: a figure that was sent cannot be taken back."""
+        """Requests that `take_loaded` has handed out, perhaps in an earlier step, may be used (`finished`) or could not
+        be finished (`failed`). Nothing is in flight any more. They are counted only now: a figure that was sent cannot
+        be taken back."""
         if finished:
             self._count(self._stats.count_loaded, len(finished))
             results.finished_recving |= finished

@@ -45,7 +45,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def number(self) -> int:
-        """Of all stages' ranks, for logs and traces."""
+        """This rank's number among those of all stages, for logs and traces."""
         return self.rank.pp_rank * self.size + self.rank.tp_rank
 
 
@@ -61,7 +61,7 @@ def _prefills_split_tokens(parallel: ParallelConfig) -> bool:
 
 
 def placement(vllm_config: VllmConfig) -> Placement:
-    """Of this process, whose process groups exist."""
+    """Where this process stands in the engine. Its process groups exist."""
     parallel = vllm_config.parallel_config
     dcp_size, pcp_size = parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size
     pp_rank = get_pp_group().rank_in_group

@@ -25,7 +25,8 @@ from connector.worker.device_stream import may_wait
 
 _LAY_OUT = "_ensure_scale_caches"
 _VIEWS = ("_k_scale_cache", "_v_scale_cache")
-"""Of an attention layer's implementation: what makes the views of its scales, and these, which are None before."""
+"""Names in an attention layer's implementation: the method that makes the views of its scales, and the attributes that
+hold them, None before."""
 
 
 def lay_out_scales(vllm_config: VllmConfig) -> None:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from vllm.config.load import LoadConfig
 
 TENSORS_MAX = 2048
-"""Of which contents are looked at."""
+"""How many tensors are looked into."""
 SAMPLE_BYTES = 1024
 SAMPLES_OF_A_FILE = 16
 HEADER_BYTES_MAX = 100_000_000
@@ -90,7 +90,8 @@ def weights_fingerprint(model: ModelConfig, load: LoadConfig) -> str:
 
 
 def fingerprint_of(location: Path) -> str:
-    """Of a model's directory, or its only file. Raises OSError, or ValueError and others for malformed files."""
+    """The fingerprint of a model's directory, or of its only file. Raises OSError, or ValueError and others if
+    malformed."""
     if files := _safetensors(location):
         return _of_tensors(files)
     files = [location] if location.is_file() else [file for each in _OTHER_FORMATS for file in location.glob(each)]
