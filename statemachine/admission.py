@@ -21,16 +21,15 @@ time. What is left to decide is how much work anybody can cause, and how much me
 * Somebody may wait while no descriptor is left. Then the oldest that has never said anything that was understood makes
   room, and no other: who is heard has a quarter of the descriptors at most, so it is somebody else who uses them up.
 * A message has to come to its end. What a connection has received beyond its whole messages is of one that has not. If
-  that is more than a message may have, the connection is cut off; the transport would keep all of it. What it has not
-  read yet is none of that: it may be whole messages. Behind a message
-  that was taken just before, others may wait that are whole. So such a connection may have received more, and does not
-  count when the unfinished messages of all connections together are too large, and the largest goes.
-* A message that has far more frames than any engine sends costs its sender two bytes a frame, and the listener so much
-  work for each, in which it hears nobody else: the transport hands out nothing before the last frame was taken. Whoever
-  sent it is cut off, or has gone by then. Its address is shut out for as long as there is, and so are its connections
-  that have never said anything that was understood; for another one soon afterwards, all that it has. The transport
-  keeps what comes meanwhile. If that is too large, all go of whom more than a few words wait: to end only the largest
-  would leave what it has sent, and room for the next.
+  that is more than a message may have, the connection is cut off. What the transport has not read yet does not count:
+  it may be whole messages. Behind a message that was taken just before, others may wait that are whole. So such a
+  connection may have received more, and does not count when the unfinished messages of all connections together are too
+  large, and the largest goes.
+* A message that has far more frames than any engine sends keeps the listener from hearing anybody else until it is
+  over (docs/architecture.md, "Strangers"). Its sender is cut off, or has gone by then. Its address is shut out for as
+  long as there is, and so are its connections that have never said anything that was understood; for another one soon
+  afterwards, all that it has. If what comes meanwhile is too large, all go of whom more than a few words wait: to end
+  only the largest would leave what it has sent, and room for the next.
 * An address one of whose connections was cut off for what it sent is shut out for a while, longer each time; what
   connections it has besides stay. Of one that connects more often than any engine each connection is ended that comes
   too soon, and nothing is held against it: a thousand engines behind one address come back at once.

@@ -1,31 +1,9 @@
 """The doorman of a ROUTER: carries out what the `Admission` core says of its connections (`statemachine/admission.py`).
 
-libzmq accepts whoever comes, and keeps what they send until it is whole. It says through a monitor which descriptors it
-has accepted and closed, and with each message over which of them it came. That is enough:
-
-* A descriptor is looked at where it lies (`TCP_INFO` says how much has been received), and never read from: libzmq
-  would take the rest for something else. In a crowd it takes a while until each has been measured; but one over which
-  something comes just now, as an epoll says, is measured at once. Who sends without a pause is among them.
-* A whole message that nobody has taken yet must not pass for the beginning of one. So connections are measured when
-  there is none (the ROUTER is empty), or when each has had its turn since: libzmq hands out their messages in turns.
-* What the kernel has of a connection is not libzmq's yet, and may be whole messages, however many: the thread of libzmq
-  that reads them may get no turn for a while (a container that has used up its quota stands still as a whole, and
-  this thread may go on first). The kernel keeps no more than twice the receive buffer that it was asked for.
-* When the process stood still between the look for messages and the measurement, whole ones may have come meanwhile.
-  What was measured is forgotten then, and measured again a moment later.
-* What libzmq says of accepted and closed descriptors is read before anything is done about it: a descriptor may have
-  been accepted, closed and accepted anew, and only the last one can be asked for its address.
-* A connection is cut off by shutting its TCP connection down; libzmq then sees its end and closes it. Its I/O thread
-  may close the descriptor at any moment, and another part of the process get its number. So it is duplicated first,
-  and the duplicate is shut down only if it still is a connection of our port. The duplicate takes the place of a
-  descriptor that is kept for this: there may be no other.
-* libzmq tries without a pause to accept a connection for which there is no descriptor, and could tell of each time; we
-  ask the kernel instead, when connections are measured, whether somebody waits and a descriptor is left.
-* Messages that had come before are delivered all the same. They are dropped while the connection is known to be cut
-  off, and afterwards are messages of a connection that has ended (`Admission.arrived`).
-
-What an address has left behind of connections that have ended may be counted as that of its newcomer, when that has
-their descriptor. Of other addresses nothing is.
+It learns from a libzmq monitor which descriptors are accepted and closed, and from each message which of them it came
+over. It asks the kernel how much each connection has received, and never reads from one. It cuts a connection off by
+shutting its TCP connection down; libzmq sees the end and closes the descriptor.
+What libzmq and the kernel do that this depends on is in docs/architecture.md, "The doorman".
 """
 
 from __future__ import annotations

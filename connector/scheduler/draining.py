@@ -1,48 +1,13 @@
-"""Ending a prefill engine without a request noticing: what vLLM does, what is asked of us, and how the parts share it.
+"""The scheduler's part in ending a prefill engine without a request noticing.
 
-What vLLM 0.32 does at SIGTERM (`entrypoints/launchers/launcher.py`, `v1/engine/utils.py`, `v1/engine/core.py`):
+An engine drains when `nixl-actor drain` or SIGTERM asks for it. `SchedulerDraining` hears of both (of SIGTERM before
+vLLM does, if `--shutdown-timeout` leaves time). It says which prefills are still lent: those that were accepted before,
+but not in the last `kv_lease_duration` of the grace period. And it keeps vLLM's loop going until the engine has drained
+and the metrics have shown it.
 
-1. The API server passes SIGTERM on to each engine core, and waits for `--shutdown-timeout` seconds. Then it kills. With
-   the default, 0, the kill comes in the same moment: nothing that is lent survives, and no `shutdown` of ours is
-   called. Meanwhile it goes on taking HTTP requests.
-2. The engine core notes the signal. New requests are answered as aborted, which a client of P sees as an answer with
-   `finish_reason: abort` and no kv_transfer_params; those that the API server cannot tokenize any more, with HTTP 500.
-   With a timeout of 0 those in hand are aborted too; else they are computed to their end.
-3. Its loop ends when `Scheduler.has_requests` is false: no request waits or runs, none has finished whose blocks are
-   kept (so a lease keeps the engine alive), and no connector says `has_pending_push_work`.
-4. `EngineCore.shutdown`: the executor first (the worker's connector: control socket, READs, NIXL agent), then the
-   scheduler (its connector: the listener). Decode engines see their links reset.
-
-vLLM tells a connector nothing of 1 to 3. So a connector with a lease would keep vLLM from ending until the kill, would
-renew that lease for whoever asks, would be asked for further ones by those prefills that are still computed, and would
-then vanish without a word.
-
-What happens here instead. An engine drains when it is asked to: by `nixl-actor drain` on its side channel, while it
-serves, or by SIGTERM if `--shutdown-timeout` leaves time (`catch_sigterm` puts itself in front of vLLM's handler).
-
-    scheduler's thread   this module, `lends`                 which prefills are lent; `has_pending_push_work`
-    listener's thread    `connector/runtime/draining.py`      the machine `statemachine/draining.py`; tells the workers
-    each worker          `statemachine/lending.py`            no renewal beyond the grace period; tells decode engines
-    decode engine        `statemachine/departure.py`          what `Leaving` means, and the end of the process after it
-
-Which prefills are lent. Those that were accepted before: their prompts are queued or computed, which is paid for, and
-they are read within moments. But not in the last `kv_lease_duration` of the grace period: what is granted lasts for its
-time. Those that come later are computed and answered without kv_transfer_params, so the decode engine computes the
-prompt: a router that has not heard yet that the engine leaves costs its clients time, and none of them an error. They
-are counted (`prefills_not_lent`). To answer with an error would be quicker, but routers pass errors of P on to clients.
-
-When it has drained, it says so once in the log and in the gauge `drained`, `nixl-actor drain` returns, and after
-SIGTERM vLLM's loop ends. The loop is kept going until then, so that decode engines are told before the sockets close,
-and until the gauge has been shown. An engine that is asleep while it drains shows the gauge with its next step; the
-log, `ps` and `drain` do not need one.
-
-An engine that vLLM shuts down without a drain (step 4 alone) cannot wait for anybody: the executor kills workers that
-take longer than VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS, 5 by default, and those of an engine core that was killed have
-nobody left who would end them, and hold the device's memory meanwhile. Its workers tell their decode engines all the
-same, in the connector's `shutdown` and with no grace period: it is they who have the connections, and the listener's
-thread could not tell them any more, because they end before the scheduler does.
-
-A built-in decode engine cannot be told. It reads what is lent, and takes the end of the process for a failure.
+It is needed because vLLM tells a connector nothing of its end: an engine that lends would keep vLLM from ending until
+vLLM kills it, and would go on lending meanwhile. What vLLM does, and the other parts, are in docs/architecture.md,
+"Draining".
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ RULES: dict[str, Rule] = {
         "that was understood",
     ),
     "what comes while nobody is heard": Rule(
-        admission, "If that is too large, all go of whom more than a few words wait"
+        admission, "If what comes meanwhile is too large, all go of whom more than a few words wait"
     ),
     "far too many frames again": Rule(admission, "for another one soon afterwards, all that it has."),
     "shut out for a while": Rule(
