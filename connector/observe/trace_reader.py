@@ -7,9 +7,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from operator import lt
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import msgspec
 
@@ -131,20 +130,22 @@ NO_TRACE_FILE = "no trace file is there: their names end in .jsonl"
 def read_processes(directory: str | Path) -> list[ProcessTrace]:
     """What each process wrote that traced to `directory`, which may be a single file of any name too.
 
-    A line that its process was still writing, or was killed in, is left out, and so is a record that is there again, as
-    where somebody has copied a file; a log line for each says of how many files that is.
+    A line that its process was still writing, or was killed in, is left out; a log line says in how many files that
+    was so.
 
     Raises OSError; TraceFileError when a whole line is not a transition record; TraceSchemaError.
     """
-    return _told_apart(_read_processes(directory, read_trace_file), directory)
+    processes = _read_processes(directory, read_trace_file)
+    _warn_of_gaps(processes, directory)
+    return processes
 
 
-def _told_apart(processes: list[ProcessTrace], directory: str | Path) -> list[ProcessTrace]:
+def _warn_of_gaps(processes: Iterable[ProcessTrace], directory: str | Path) -> None:
+    """Log what the files of `directory` do not have."""
     torn_files = sum(file.torn_bytes > 0 for process in processes for file in process.files)
     if torn_files:
         get_logger().warning("left out the unfinished last line of %d trace file(s) in %s", torn_files, directory)
-    once, repeating = _without_repetitions(processes)
-    for file in (file for process in once for file in process.files if file.gaps):
+    for file in (file for process in processes for file in process.files if file.gaps):
         line, first = file.gaps[0]
         get_logger().warning(
             "%d record(s) are missing in %s, because its file system did not keep up: the first at line %d, from %s to "
@@ -155,83 +156,10 @@ def _told_apart(processes: list[ProcessTrace], directory: str | Path) -> list[Pr
             _time_of_day(first.wall),
             _time_of_day(first.until_wall),
         )
-    if repeating:
-        more = f" and {len(repeating) - 1} more file(s)" if len(repeating) > 1 else ""
-        get_logger().warning(
-            "left out %d record(s) of %s%s that are there twice; is one a copy of another?",
-            sum(repeating.values()),
-            next(iter(repeating)),
-            more,
-        )
-    return once
 
 
 def _time_of_day(wall: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(wall))
-
-
-def _without_repetitions(processes: list[ProcessTrace]) -> tuple[list[ProcessTrace], dict[Path, int]]:
-    """Each record once, and of how many records of which files there was another. The process that has most of them
-    keeps its own, so that a copy of a part makes no gap in the whole."""
-    seen = _Seen()
-    kept: dict[int, ProcessTrace] = {}
-    repeating: dict[Path, int] = {}
-    lengths = [sum(len(file.records) for file in process.files) for process in processes]
-    for at in sorted(range(len(processes)), key=lambda at: -lengths[at]):
-        files = []
-        for file in processes[at].files:
-            places = seen.new_among(file.records)
-            if len(places) < len(file.records):
-                repeating[file.path] = len(file.records) - len(places)
-                if not places:
-                    continue
-                records = [file.records[place] for place in places]
-                lines = places if file.places is None else [file.places[place] for place in places]
-                file = msgspec.structs.replace(file, records=records, places=tuple(lines))
-            files.append(file)
-        if files:
-            kept[at] = ProcessTrace(tuple(files))
-    return [kept[at] for at in sorted(kept)], repeating
-
-
-_Moment: TypeAlias = tuple[int, int]
-"""`mono_ns` and `seq` of a record: they grow from one of a process to the next."""
-
-
-class _Seen:
-    """What was read. A process's records come in order, so that nearly always two ends tell that files have none in
-    common; only where they do not are single records compared."""
-
-    def __init__(self) -> None:
-        self._files: dict[tuple[str, str, int], list[tuple[_Moment, _Moment, list[TransitionRecord]]]] = {}
-
-    def new_among(self, records: Sequence[TransitionRecord]) -> Sequence[int]:
-        """Places of those that were in no earlier call, nor are there before."""
-        of_writers: dict[tuple[str, str, int], list[int]] = {}
-        for place, record in enumerate(records):
-            of_writers.setdefault((record.engine_id, record.role, record.rank), []).append(place)
-        found: list[int] = []
-        for writer, places in of_writers.items():
-            found += self._new_of(writer, records, places)
-        return range(len(records)) if len(found) == len(records) else sorted(found)
-
-    def _new_of(
-        self, writer: tuple[str, str, int], records: Sequence[TransitionRecord], places: list[int]
-    ) -> list[int]:
-        moments = [(records[place].mono_ns, records[place].seq) for place in places]
-        first, last = min(moments), max(moments)
-        before = self._files.setdefault(writer, [])
-        known = {record for begin, end, others in before if begin <= last and first <= end for record in others}
-        if known or not all(map(lt, moments, moments[1:])):
-            new = []
-            for place in places:
-                if records[place] not in known:
-                    known.add(records[place])
-                    new.append(place)
-            places = new
-        if places:
-            before.append((first, last, [records[place] for place in places]))
-        return places
 
 
 def _read_processes(directory: str | Path, read: Callable[[Path], TraceFile]) -> list[ProcessTrace]:
@@ -295,7 +223,9 @@ def read_trace_about(directory: str | Path, text: str) -> list[TransitionRecord]
     sought = [_as_written(text), *map(_as_written, sorted(name for name in names if text not in name))]
     if len(sought) > NAMES_SOUGHT_MAX:
         return read_trace(directory)
-    return merged(_told_apart(_read_with(directory, [*sought, _OF_A_PEER]), directory))
+    processes = _read_with(directory, [*sought, _OF_A_PEER])
+    _warn_of_gaps(processes, directory)
+    return merged(processes)
 
 
 def _as_written(name: str) -> bytes:

@@ -497,43 +497,6 @@ def test_a_wall_clock_that_is_set_back_does_not_disturb_the_order_of_one_process
     ]
 
 
-@pytest.mark.parametrize("copy", ["0.jsonl", "a (copy).jsonl", "z.jsonl"])
-def test_a_file_that_is_there_twice_is_taken_once(tmp_path: Path, errors: list[str], copy: str) -> None:
-    """A part of a sequence too, and the sequence stays whole."""
-    written = [record(seq=seq, mono_ns=seq) for seq in range(60)]
-    traced(tmp_path, written, file_bytes=20_000, files_kept=100)
-    first, *_ = sorted(tmp_path.iterdir(), key=lambda path: len(path.name))
-    assert len(list(tmp_path.iterdir())) > 1
-    (tmp_path / copy).write_bytes(first.read_bytes())
-    copied = len(read_trace_file(first).records)
-    assert read_trace(tmp_path) == written
-    assert errors == [
-        f"left out {copied} record(s) of {tmp_path / copy} that are there twice; is one a copy of another?"
-    ]
-    (process,) = read_processes(tmp_path)
-    assert process.is_whole
-    del errors[:]
-    assert read_trace_about(tmp_path, FULL.subject) == written
-    assert len(errors) == 1
-
-
-def test_records_that_are_there_twice_are_taken_once_and_the_others_keep_their_lines(tmp_path: Path) -> None:
-    lines = [render_line(record(seq=seq, mono_ns=seq)) + b"\n" for seq in (0, 1, 2, 1, 3)]
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b"".join(lines))
-    (tmp_path / "b.jsonl").write_bytes(lines[2] + render_line(record(seq=4, mono_ns=4)) + b"\n")
-    a, b = (process.files[0] for process in read_processes(tmp_path))
-    assert [(line, each.seq) for line, each in a.located()] == [(1, 0), (2, 1), (3, 2), (5, 3)]
-    assert [(line, each.seq) for line, each in b.located()] == [(2, 4)]
-
-
-def test_records_of_one_moment_that_are_not_equal_all_count(tmp_path: Path, errors: list[str]) -> None:
-    for name, subject in (("a", "x"), ("b", "y")):
-        (tmp_path / f"{name}.jsonl").write_bytes(render_line(record(subject=subject)) + b"\n")
-    assert [each.subject for each in read_trace(tmp_path)] == ["x", "y"]
-    assert errors == []
-
-
 # --- size, sampling and versions ------------------------------------------------------------------------------------
 
 

@@ -304,11 +304,6 @@ def test_the_lines_of_a_file_with_a_gap_are_numbered_right(tmp_path: Path) -> No
     assert [(line, each.seq) for line, each in file.located()] == [(3, 1), (4, 2), (6, 5)]
     assert [line for line, _ in file.gaps] == [2, 5]
     assert not process.is_whole
-    with (tmp_path / "copy.jsonl").open("wb") as copy:
-        copy.write(b"".join(lines.path.read_bytes().splitlines(True)[2:4]))
-    again = read_processes(tmp_path)
-    assert [each.seq for each in again[-1].records] == [1, 2, 5]
-    assert [line for process in again for file in process.files for line, _ in file.located()] == [3, 4, 6]
 
 
 def test_it_runs_where_the_process_may(tmp_path: Path) -> None:
