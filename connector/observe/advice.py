@@ -27,14 +27,21 @@ NIXL_HANGS_ADVICE = (
 )
 
 WHAT_TO_DO: dict[str, str] = {
-    "AddressNotResolved": "correct the name (VLLM_NIXL_SIDE_CHANNEL_HOST on P), or the name service that D uses",
-    "ConnectionRefused": "start P again if it has ended; else correct VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT on it",
+    # What happens to a tool as well, which may have been given the address of a decode engine, names neither P nor D.
+    "AddressNotResolved": (
+        "correct the name (VLLM_NIXL_SIDE_CHANNEL_HOST on that engine), or the name service of this machine"
+    ),
+    "ConnectionRefused": (
+        "start that engine again if it has ended; else correct the address: VLLM_NIXL_SIDE_CHANNEL_HOST on it, and "
+        "_PORT plus the number of its data-parallel engine"
+    ),
     "HandshakeTimeout": (
-        "see whether P runs or hangs, and whether VLLM_NIXL_SIDE_CHANNEL_HOST on it names an address that D can reach"
+        "see whether that engine runs or hangs, and whether VLLM_NIXL_SIDE_CHANNEL_HOST on it names an address that "
+        "can be reached from here"
     ),
     "HandshakeMalformed": (
-        "check that the port is P's side channel and not another server, and the versions of both; does P's log say "
-        "that it has shut this address out?"
+        "check that the port is that of a side channel and not of another server, and the versions; does the log of "
+        "that engine say that it has shut this address out?"
     ),
     "HandshakeRefused": (
         "the line says why; if it names UCX's port, see whether engines reach each other's ports of UCX in both "

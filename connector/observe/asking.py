@@ -22,9 +22,9 @@ from connector.ports.side_channel import (
     AccessRefused,
     NameNotResolved,
     NotASideChannel,
-    PortRefused,
     SideChannel,
     SideChannelError,
+    failure_of,
 )
 from connector.wire.bounded import HOST_LENGTH_MAX, DecodeFailed, shorten
 from connector.wire.handshake import Advertisement, decode_advertisement, encode_request
@@ -129,27 +129,10 @@ async def advertisement(
     try:
         return decode_advertisement(frames_untrusted)
     except DecodeFailed as error:
-        raise _not_ours(address, error.detail) from error
-
-
-def _not_ours(address: Address, shown_by: str) -> NotAsked:
-    sentence = f"what listens there is not a NIXL connector: {shown_by}"
-    return NotAsked(address, failures.HandshakeMalformed.__name__, sentence)
+        raise _not_asked(address, NotASideChannel(address.host, address.port, error.detail)) from error
 
 
 def _not_asked(address: Address, error: SideChannelError) -> NotAsked:
-    match error:
-        case NotASideChannel():
-            return _not_ours(address, error.error)
-        case NameNotResolved():
-            kind = failures.AddressNotResolved.__name__
-            sentence = f"the host name {address.host} does not resolve here ({error.error})"
-        case PortRefused():
-            kind = failures.ConnectionRefused.__name__
-            sentence = "nothing listens there: the engine has ended, or the address is wrong"
-        case AccessRefused():
-            kind = failures.NotAllowed.__name__
-            sentence = f"this tool may not ask it: {error.error} (--keys)"
-        case _:
-            kind, sentence = failures.HandshakeRefused.__name__, error.error
-    return NotAsked(address, kind, sentence)
+    failure = failure_of(error, peer="", address=str(address))
+    why = f"this tool may not ask it: {error.why} (--keys)" if isinstance(error, AccessRefused) else error.why
+    return NotAsked(address, failure.kind, why)

@@ -51,6 +51,14 @@ from typing import ClassVar, Protocol, TypeAlias
 import msgspec
 
 from connector.addresses import join_address
+from statemachine.failures import (
+    AddressNotResolved,
+    ConnectionRefused,
+    HandshakeMalformed,
+    HandshakeRefused,
+    NotAllowed,
+    PeerFailure,
+)
 
 ReplyAddress: TypeAlias = bytes
 
@@ -103,6 +111,11 @@ class SideChannelError(Exception):
         self.port = port
         self.error = error
 
+    @property
+    def why(self) -> str:
+        """The reason in a sentence for people, where they know the address: "there" is where the listener should be."""
+        return self.error
+
 
 class PortUnavailable(SideChannelError):
     """Nobody can listen at this port: something listens there already, or this process may not."""
@@ -111,9 +124,17 @@ class PortUnavailable(SideChannelError):
 class PortRefused(SideChannelError):
     """An attempt to connect failed: nobody listens on this port, or the host cannot be reached."""
 
+    @property
+    def why(self) -> str:
+        return "nothing listens there: the engine has ended, or the address is wrong"
+
 
 class NameNotResolved(SideChannelError):
     """The name server does not know the host, or cannot be asked. `error` is what the resolver said."""
+
+    @property
+    def why(self) -> str:
+        return f"the host name {self.host} does not resolve here ({self.error})"
 
 
 class AccessRefused(SideChannelError):
@@ -123,11 +144,31 @@ class AccessRefused(SideChannelError):
 class NotASideChannel(SideChannelError):
     """Something accepts connections on this port and is no listener of ours. `error` says what shows it."""
 
+    @property
+    def why(self) -> str:
+        return f"what listens there is not a NIXL connector: {self.error}"
+
 
 class LinkEnded(SideChannelError):
     """The connection of a link was refused or has ended. `error` says how."""
 
     listener = "control socket"
+
+
+def failure_of(error: SideChannelError, *, peer: str, address: str) -> PeerFailure:
+    """The failure of the engine `peer` whose side channel at `address` could not be asked."""
+    match error:
+        case PortRefused():
+            return ConnectionRefused(peer=peer, address=address)
+        case NameNotResolved():
+            return AddressNotResolved(peer=peer, address=address, host=error.host, error=error.error)
+        case AccessRefused():
+            return NotAllowed(peer=peer, address=address, detail=error.error)
+        case NotASideChannel():
+            return HandshakeMalformed(peer=peer, address=address, field="greeting", detail=error.error)
+        case _:
+            detail = f"its address cannot be used: {error.error}"
+            return HandshakeRefused(peer=peer, address=address, detail=detail)
 
 
 class Reached(enum.Enum):

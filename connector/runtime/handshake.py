@@ -41,10 +41,9 @@ from connector.ports.side_channel import (
     AccessRefused,
     Link,
     NameNotResolved,
-    NotASideChannel,
-    PortRefused,
     Reached,
     SideChannelError,
+    failure_of,
 )
 from connector.protocol import PeerAddress
 from connector.runtime.context import ActorContext
@@ -54,12 +53,9 @@ from connector.wire.control import Hold, HoldAnswer, decode_answer, encode_reque
 from connector.wire.handshake import ActorExtension, HandshakeError, HandshakeReply, decode_reply, worker_name
 from connector.wire.handshake import encode_request as encode_metadata_request
 from statemachine.failures import (
-    AddressNotResolved,
     BadParams,
-    ConnectionRefused,
     ControlLinkLost,
     Failure,
-    HandshakeMalformed,
     HandshakeRefused,
     HandshakeTimeout,
     Incompatible,
@@ -209,29 +205,17 @@ async def _ask(context: ActorContext, peer: PeerAddress, rank: RankId) -> tuple[
             with trio.move_on_after(timeout_seconds):
                 return await requester.ask([encode_metadata_request(*rank)])
             raise HandshakeError(_unanswered(peer, requester.reached, timeout_seconds))
-    except PortRefused as error:
-        raise HandshakeError(ConnectionRefused(peer=peer.engine_id, address=str(peer))) from error
-    except NameNotResolved as error:
-        raise HandshakeError(_not_resolved(peer, error.error)) from error
-    except AccessRefused as error:
-        raise _not_allowed(peer, error) from error
-    except NotASideChannel as error:
-        malformed = HandshakeMalformed(peer=peer.engine_id, address=str(peer), field="greeting", detail=error.error)
-        raise HandshakeError(malformed) from error
     except SideChannelError as error:
-        raise _refused(peer, f"its address cannot be used: {error.error}") from error
+        raise HandshakeError(failure_of(error, peer=peer.engine_id, address=str(peer))) from error
 
 
 def _unanswered(peer: PeerAddress, reached: Reached, timeout_seconds: float) -> Failure:
     if reached is Reached.NOTHING and not is_ip_address(peer.host):
-        return _not_resolved(peer, f"no name server answered within {timeout_seconds:g} s")
+        error = NameNotResolved(peer.host, peer.port, f"no name server answered within {timeout_seconds:g} s")
+        return failure_of(error, peer=peer.engine_id, address=str(peer))
     return HandshakeTimeout(
         peer=peer.engine_id, address=str(peer), timeout_seconds=timeout_seconds, detail=_REACHED_DETAIL[reached]
     )
-
-
-def _not_resolved(peer: PeerAddress, error: str) -> AddressNotResolved:
-    return AddressNotResolved(peer=peer.engine_id, address=str(peer), host=peer.host, error=error)
 
 
 async def _for_each(ask: Callable[[RankId], Awaitable[None]], ranks: Sequence[RankId]) -> None:
@@ -430,7 +414,8 @@ async def _open_link(context: ActorContext, peer: PeerAddress, facts: ActorExten
         if link is not None:
             link.close()
         if isinstance(error, AccessRefused):
-            raise _not_allowed(peer, error) from error
+            detail = f"its control socket at {join_address(host, port)}: {error.error}"
+            raise HandshakeError(NotAllowed(peer=peer.engine_id, address=str(peer), detail=detail)) from error
         if isinstance(error, trio.TooSlowError | SideChannelError | DecodeFailed):
             said = error.error if isinstance(error, SideChannelError) else str(error)
             reason = said or f"nothing came within {timeout_seconds:g} s"
@@ -485,13 +470,6 @@ def _incompatible(peer: PeerAddress, mismatch: LayoutMismatch) -> HandshakeError
             advice=mismatch.advice,
         )
     )
-
-
-def _not_allowed(peer: PeerAddress, error: AccessRefused) -> HandshakeError:
-    detail = error.error
-    if (error.host, error.port) != (peer.host, peer.port):
-        detail = f"its control socket at {join_address(error.host, error.port)}: {detail}"
-    return HandshakeError(NotAllowed(peer=peer.engine_id, address=str(peer), detail=detail))
 
 
 def _refused(peer: PeerAddress, detail: str) -> HandshakeError:

@@ -16,7 +16,7 @@ import trio
 from connector.addresses import split_place
 from connector.clock import NS_PER_SECOND, Clock, seconds_until, to_ns
 from connector.config import ConnectorOptions
-from connector.ports.side_channel import SideChannel, SideChannelError
+from connector.ports.side_channel import NotASideChannel, SideChannel, SideChannelError
 from connector.protocol import MeetPeer, PeerAddress
 from connector.wire.administration import MEET_PLACES_MAX, MeetReport, PlaceRow
 from connector.wire.bounded import DecodeFailed
@@ -175,9 +175,9 @@ class Introducer:
                 if scope.cancelled_caught:
                     return core.Failed(place=place, problem=f"no answer within {self._timeout_seconds:g} s")
         except SideChannelError as error:
-            return core.Failed(place=place, problem=error.error)
+            return core.Failed(place=place, problem=error.why)
         except DecodeFailed as error:
-            return core.Failed(place=place, problem=f"what listens there is not a NIXL connector: {error.detail}")
+            return core.Failed(place=place, problem=NotASideChannel(host, port, error.detail).why)
         if said.error is not None:
             return core.Failed(place=place, problem=said.error)
         if said.actor is None or said.metadata is None:

@@ -20,20 +20,6 @@ from statemachine import peer
 from statemachine.failures import ConnectionRefused, PeerLeaving
 
 _SEE_WORKER = "see whether its worker runs, and whether that port can be reached"
-_NAMED: dict[str, str] = {
-    "AddressNotResolved": "correct the name that was given, or the name service of this machine",
-    "ConnectionRefused": (
-        "start that engine again if it has ended; else give the address of its side channel: "
-        "VLLM_NIXL_SIDE_CHANNEL_HOST, and _PORT plus the number of its data-parallel engine"
-    ),
-    "HandshakeMalformed": (
-        "check that the port is that of a side channel and not of another server, and the versions; does the log of "
-        "that engine say that it has shut this address out?"
-    ),
-    "HandshakeTimeout": "see whether that engine runs or hangs, and whether its address can be reached from here",
-}
-"""What to do about an engine that was named to the tool, where that is not what a decode engine would say: it may be
-one itself."""
 _ANOTHER_WAS_MEANT = (
     "if another engine was meant, see whether its VLLM_NIXL_SIDE_CHANNEL_PORT is the same: on one host the second of "
     "two such engines cannot start"
@@ -52,8 +38,7 @@ def unanswered(found: Survey) -> Iterator[Finding]:
                 check="answers",
                 engines=(str(engine.address),),
                 what=f"{kind}: {engine.address}{by}: {engine.problem}",
-                # Of what WHAT_TO_DO says of a prefill engine, nothing is known of one that somebody has named.
-                advice=WHAT_TO_DO.get(kind, "") if engine.named_by else _NAMED.get(kind, WHAT_TO_DO.get(kind, "")),
+                advice=WHAT_TO_DO.get(kind, ""),
             )
         if engine.refusal is not None and not any(row.stopped for row in engine.of(EngineRow)):
             yield _serves_no_more(engine, engine.name, engine.refusal)
