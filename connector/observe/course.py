@@ -2,12 +2,8 @@
 
 The wall clocks of two machines differ. `timeline/clocks.py` brings them together as far as what one side heard from the
 other says; what is left over is within `Clock.error_ns`. So that no answer is shown before its question, moments that
-are known to follow each other are put in that order where the clocks still say otherwise:
-
-    P makes the lease        before   D makes the request
-    P's first `Held`         before   D's first `HeldByPeer`
-    D lets go                before   P's lease is done
-    P's first `ReaderDone`   before   D hears `ReleaseConfirmed`
+are known to follow each other (`known_order`, and P makes the lease before D makes the request) are put in that order
+where the clocks still say otherwise.
 """
 
 from __future__ import annotations
@@ -23,9 +19,16 @@ import msgspec
 
 from connector.clock import NS_PER_SECOND
 from connector.observe.history import History, Story, histories, stories
-from connector.observe.timeline.clocks import Clock, all_histories, clocks
+from connector.observe.timeline.clocks import (
+    Clock,
+    all_histories,
+    clocks,
+    first_record,
+    known_order,
+    lease_of_each_hold,
+)
 from connector.observe.traced import CREATED
-from statemachine import hold, lease, peer
+from statemachine import lease, peer
 from statemachine.trace import TransitionRecord
 
 SIDES = {lease.MACHINE.name: "P"}
@@ -111,22 +114,12 @@ def _known_order(story: Story) -> Iterator[tuple[TransitionRecord, TransitionRec
     """What came before what on the other side."""
     for lent in story.leases:
         for each in story.requests:
-            yield from _both(_first(lent, CREATED), _first(each, CREATED))
-        for held in story.holds:
-            if not held.subject.endswith(f"/{lent.rank}"):
-                continue
-            told, confirmed = _first(held, hold.HeldByPeer.__name__), _first(held, hold.ReleaseConfirmed.__name__)
-            yield from _both(_first(lent, lease.Held.__name__), told)
-            yield from _both(_first(lent, lease.ReaderDone.__name__), confirmed)
-            if told is not None and lent.state == lease.State.DONE.value:
-                yield from _both(_first(held, hold.LetGo.__name__), lent.records[-1])
-
-
-def _both(
-    before: TransitionRecord | None, after: TransitionRecord | None
-) -> Iterator[tuple[TransitionRecord, TransitionRecord]]:
-    if before is not None and after is not None:
-        yield before, after
+            before, after = first_record(lent, CREATED), first_record(each, CREATED)
+            if before is not None and after is not None:
+                yield before, after
+    for held, known in zip(story.holds, lease_of_each_hold(story), strict=True):
+        if known is not None:
+            yield from known_order(known, held)
 
 
 def _in_known_order(seen: Iterable[_Seen], known: Iterable[tuple[TransitionRecord, TransitionRecord]]) -> list[_Seen]:
@@ -160,10 +153,6 @@ def _in_known_order(seen: Iterable[_Seen], known: Iterable[tuple[TransitionRecor
     # Only records that contradict each other are left (trace check names them).
     shown = {id(record) for _, _, record in found}
     return found + [each for key, each in moments.items() if key not in shown]
-
-
-def _first(history: History, event: str) -> TransitionRecord | None:
-    return next((record for record in history.records if record.event == event), None)
 
 
 def _of_peers(story: Story, clock_of: Mapping[int, Clock], histories: Iterable[History]) -> list[_Seen]:

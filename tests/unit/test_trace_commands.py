@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from connector.observe.advice import WHAT_TO_DO
 from connector.observe.cli.main import app
 from connector.observe.history import histories, stories
+from connector.observe.timeline.clocks import lease_of_each_hold
 from connector.observe.traced import QUEUED
 from statemachine import lease
 from statemachine.trace import TransitionRecord
@@ -118,20 +119,19 @@ def test_answers_come_after_their_questions_though_the_clock_of_p_is_wrong(tmp_p
     story = next(each for each in stories(histories(calm_run())) if each.requests and each.leases)
     moments, *_ = as_json("show", story.requests[0].subject, tmp_path)
     compared = 0
-    for lent in story.leases:
+    for held, lent in zip(story.holds, lease_of_each_hold(story), strict=True):
+        assert lent is not None
         of_lease = [at for at, each in enumerate(moments) if (each["machine"], each["rank"]) == ("lease", lent.rank)]
-        for held in story.holds:
-            if held.subject.endswith(f"/{lent.rank}"):
-                of_hold = [
-                    at
-                    for at, each in enumerate(moments)
-                    if (each["machine"], each["subject"], each["rank"]) == ("hold", held.subject, held.rank)
-                ]
-                asked = next(at for at in of_lease if moments[at]["event"] == "Held")
-                told = next(at for at in of_hold if moments[at]["event"] == "HeldByPeer")
-                let_go = next(at for at in of_hold if moments[at]["event"] == "LetGo")
-                assert asked < told < let_go < of_lease[-1]
-                compared += 1
+        of_hold = [
+            at
+            for at, each in enumerate(moments)
+            if (each["machine"], each["subject"], each["rank"]) == ("hold", held.subject, held.rank)
+        ]
+        asked = next(at for at in of_lease if moments[at]["event"] == "Held")
+        told = next(at for at in of_hold if moments[at]["event"] == "HeldByPeer")
+        let_go = next(at for at in of_hold if moments[at]["event"] == "LetGo")
+        assert asked < told < let_go < of_lease[-1]
+        compared += 1
     assert compared > 0
     assert moments[-1]["offset_seconds"] < 60
     assert "was moved by" in run("show", story.requests[0].subject, tmp_path)

@@ -153,6 +153,22 @@ def lease_of_each_hold(story: Story) -> list[History | None]:
 # --- inside -----------------------------------------------------------------------------------------------------------
 
 
+def known_order(lent: History, held: History) -> Iterator[tuple[TransitionRecord, TransitionRecord]]:
+    """Pairs of records of a lease and of D's knowledge of it: the first of each pair came before the second."""
+    answered = first_record(held, _HEARD)
+    pairs = [(first_record(lent, _SAID), answered), (first_record(lent, _RELEASED), first_record(held, _CONFIRMED))]
+    if answered is not None and lent.state == lease.State.DONE.value:
+        pairs.append((first_record(held, _LET_GO), lent.records[-1]))
+    for before, after in pairs:
+        if before is not None and after is not None:
+            yield before, after
+
+
+def first_record(history: History, event: str) -> TransitionRecord | None:
+    """The first record of this event."""
+    return next((record for record in history.records if record.event == event), None)
+
+
 def _lives(stories: Sequence[Story]) -> dict[int, Clock]:
     """An engine id may have been used before by another process (`begins_process`)."""
     places: dict[Place, list[History]] = {}
@@ -233,28 +249,20 @@ def _follow(clocks: Iterable[Clock], placed: Iterable[_Pair]) -> None:
 
 
 def _compare_hold(pair: _Pair, lent: History, held: History, *, is_alone: bool) -> None:
-    asked, answered = held.records[0].mono_ns, _first(held, _HEARD)
-    said = _first(lent, _SAID)
+    said = first_record(lent, _SAID)
     if said is not None and is_alone and held.records[0].from_state is None:
-        pair.decode_first(asked, said)
-    if said is not None and answered is not None:
-        pair.prefill_first(said, answered)
-    let_go, confirmed = _first(held, _LET_GO), _first(held, _CONFIRMED)
-    if let_go is not None and answered is not None and lent.state == lease.State.DONE.value:
-        pair.decode_first(let_go, lent.records[-1].mono_ns)
-    heard = _first(lent, _RELEASED)
-    if heard is not None and confirmed is not None:
-        pair.prefill_first(heard, confirmed)
+        pair.decode_first(held.records[0].mono_ns, said.mono_ns)
+    for before, after in known_order(lent, held):
+        if before.machine == lease.MACHINE.name:
+            pair.prefill_first(before.mono_ns, after.mono_ns)
+        else:
+            pair.decode_first(before.mono_ns, after.mono_ns)
 
 
 def _compare_grant(pair: _Pair, lent: History, reader: History) -> None:
-    granted, began = _first(lent, _GRANTED), _first(reader, _READS)
+    granted, began = first_record(lent, _GRANTED), first_record(reader, _READS)
     if granted is not None and began is not None:
-        pair.granted_first(granted, began)
-
-
-def _first(history: History, event: str) -> int | None:
-    return next((record.mono_ns for record in history.records if record.event == event), None)
+        pair.granted_first(granted.mono_ns, began.mono_ns)
 
 
 def _place(pairs: Sequence[_Pair]) -> None:
