@@ -122,7 +122,7 @@ class GroupPair(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _held(position: Indices, group: CacheGroup, chunks: int) -> Indices:
-    """Those chunks of the request that lie in this rank's blocks; `chunks` make a kernel block."""
+    """The chunks of the request that lie in this rank's blocks; `chunks` make a kernel block."""
     if group.dcp_size == 1:
         return position
     block = position // (chunks * group.kernel_blocks_per_block)

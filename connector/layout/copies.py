@@ -21,7 +21,8 @@ from connector.layout.geometry import LayoutMismatch, Piece, RankLayout, Region
 from connector.layout.sources import Source
 
 STRETCHES_MAX = 100_000
-"""Of one remote rank. A plan of more would take seconds and gigabytes, for stretches of a few bytes."""
+"""A plan reads at most so many stretches of one remote rank. Planning more would take seconds and gigabytes, for
+stretches of a few bytes."""
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):

@@ -106,7 +106,7 @@ class RankLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     engine_id: str
     tp_rank: int
-    """Of the ranks that are told apart by what they hold; the next three too."""
+    """This and the next three are about the ranks that are told apart by what they hold."""
     tp_size: int
     dcp_size: int
     pcp_size: int
@@ -127,7 +127,7 @@ class RankLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def memory_kind(self) -> MemoryKind:
-        """Of all regions of a rank that can be served (`plan`)."""
+        """The kind of memory of all regions, which is one where the rank can be served (`plan`)."""
         return self.regions[0].memory_kind
 
     @property

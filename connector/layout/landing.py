@@ -97,7 +97,8 @@ def landing_order(
 def _permuted_order(
     local: RankLayout, remotes: Collection[RankLayout], cuts: Sequence[Cut], permute: Permute
 ) -> LandingOrder | None:
-    """Of heads and tokens alone."""
+    """The landing order that puts heads and tokens otherwise than our blocks do, and changes nothing else. None: READs
+    land as our blocks are."""
     names = [remote.layout_name for remote in remotes]
     innermost = {name[-2:] for name in names}
     if len(innermost) != 1:

@@ -185,7 +185,7 @@ def _target(
 def _stretches(
     layout: RankLayout, by_rank: Mapping[RankId, RankLayout], cuts: Sequence[Cut], layers: Collection[str]
 ) -> Steps[int]:
-    """Of the given layers."""
+    """How many stretches READs of the given layers would have."""
     sources = yield from find_sources(layout, by_rank)
     stretches = 0
     for rank, taken in _of_each_rank(source for source in sources if source.local_piece.layer in layers).items():

@@ -80,7 +80,7 @@ class _Kept(msgspec.Struct, frozen=True, kw_only=True):
 
     plan: EnginePlan
     runs: tuple[tuple[_Run, ...], ...]
-    """Of each of its reads."""
+    """The remote runs of each read of the plan."""
     items: int
 
 

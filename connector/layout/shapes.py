@@ -39,7 +39,7 @@ class Component(msgspec.Struct, frozen=True, kw_only=True):
     units: int
     """In the whole model: KV heads, channels, groups."""
     bytes_per_unit: int
-    """Of one token; of the whole state where there are no tokens."""
+    """Bytes of one token of a unit, or of the whole state where there are no tokens."""
     bytes_per_lane: int = 0
     """0: the components of a token lie side by side. Otherwise a head's block holds its components one after another,
     and each as lanes: so many bytes of the first token, of the second and so on to the last, then the next lane."""

@@ -25,7 +25,7 @@ from connector.wire.metadata import SHARED_GROUP, AgentMetadata
 Numbers = npt.NDArray[np.int64]
 
 SAMPLED_BLOCKS = 8
-"""Of each cache group of a lease, and of each READ, with `verify: sampled`."""
+"""With `verify: sampled`, so many blocks are compared of each cache group of a lease, and of each READ."""
 
 
 class Compared(msgspec.Struct, frozen=True, kw_only=True, eq=False):

@@ -33,7 +33,7 @@ PLACE_PATTERN = r"\A[A-Za-z0-9_.:%\[\]-]+:[0-9]{1,5}\Z"
 ID_LENGTH_MAX = 512
 """Characters of the name of an engine, a request or a layer."""
 RANKS_MAX = 1024
-"""Of one engine."""
+"""An engine has at most so many ranks."""
 NUMBER_MAX = 2**63 - 1
 """The largest of 64 bits with a sign."""
 
@@ -42,7 +42,8 @@ Place: TypeAlias = Annotated[str, Meta(max_length=HOST_LENGTH_MAX + 8, pattern=P
 Natural: TypeAlias = Annotated[int, Meta(ge=0, le=NUMBER_MAX)]
 
 FIELDS_MAX = 64
-"""Of the outermost map. No message has half as many; a later version may have more of them than this one."""
+"""The outermost map of a message has at most so many fields. No message has half as many; a later version may have more
+of them than this one."""
 
 _SAMPLED_ELEMENTS = 3
 _NESTING_RENDERED = 2
@@ -112,7 +113,7 @@ def announced_length(encoded: bytes | memoryview) -> int:
 
 
 def _fields(data: bytes) -> Fields:
-    """Of the outermost map; of anything else there are none. Raises DecodeFailed where one is there twice: msgspec
+    """The fields of the outermost map; what is no map has none. Raises DecodeFailed where one is there twice: msgspec
     would build each of its values, and keep the last, so that the bounds of one value would bound nothing."""
     if not data or not (0x80 <= data[0] <= 0x8F or data[0] in (0xDE, 0xDF)):
         return {}

@@ -31,8 +31,8 @@ from connector.wire.bounded import (
 )
 
 REGIONS_MAX = 4096
-"""Of one rank: a region for each tensor of each layer. The largest models have some hundred layers and a few tensors in
-each."""
+"""A rank has at most so many regions, one for each tensor of each layer. The largest models have some hundred layers
+and a few tensors in each."""
 MEMBERS_MAX = 4 * REGIONS_MAX
 """Layers that all regions of one rank name together. One may have memory in several."""
 AGENT_BYTES_MAX = 8 << 20

@@ -47,7 +47,7 @@ _SOURCE_KEYS = ("remote_block_ids", "remote_engine_id", "remote_request_id", "re
 
 # Upper bounds on what a router may hand us, far above what vLLM produces.
 BLOCKS_MAX = 1 << 20
-"""Of one request, all cache groups together."""
+"""A request has at most so many blocks, in all cache groups together."""
 GROUPS_MAX = 64
 BLOCK_ID_MAX = 2**31 - 1
 TOKENS_MAX = 2**31 - 1
@@ -82,7 +82,7 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Per cache group, the token that its first block begins with (0: of a state). None: each begins with the first, or
     P is a built-in one."""
     signature: str | None = None
-    """Of all the others; see `require_genuine`."""
+    """The signature covers all other fields; see `require_genuine`."""
     signed_host: str | None = None
     """What `host` was when it was signed: some routers put the host of P's HTTP there."""
 

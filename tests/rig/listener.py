@@ -13,7 +13,7 @@ from tests.rig.facts import LEAVE_SECRET, facts
 
 
 def one_rank(control_host: str = "127.0.0.1", control_port: int = 1) -> HandshakeMetadata:
-    """Of an engine of one rank."""
+    """The handshake metadata of an engine of one rank."""
     extension = facts(life="", control_host=control_host, control_port=control_port)
     return HandshakeMetadata("hash", b"agent", extension, LEAVE_SECRET)
 

@@ -53,8 +53,8 @@ class EngineOptions:
     forward: Forward = Forward.NOTHING
     forward_seconds: float = 0.005
     forward_pieces: int | None = None
-    """So many pieces of that work in each step (see `forward`), instead of `forward_seconds`: then whatever takes the
-    core or the interpreter away makes the step longer. Not for `SLEEPS`."""
+    """A step does so many pieces of that work (see `forward`), instead of working for `forward_seconds`: then whatever
+    takes the core or the interpreter away makes the step longer. Not for `SLEEPS`."""
     layers: int = 32
     kv_heads: int = 8
     head_dim: int = 64
@@ -199,8 +199,8 @@ class Ready:
     page_length_bytes: int
     blocks: int
     connector_start_ns: int
-    """Of the worker side: until it was made, and in `register_kv_caches`. Connectors load NIXL in the one or the other.
-    """
+    """How long the worker side took until it was made, and in `register_kv_caches`. Connectors load NIXL in the one or
+    the other."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,8 @@ class CallTimes:
     calls: int = 0
     wall_ns: int = 0
     cpu_ns: int = 0
-    """Of the engine thread alone; less than wall_ns when the call waits, or when the thread is not given a core."""
+    """CPU time of the engine thread alone: less than wall_ns when the call waits, or when the thread is not given a
+    core."""
     wall_ns_max: int = 0
 
     def plus(self, wall_ns: int, cpu_ns: int) -> CallTimes:
@@ -255,7 +256,7 @@ class Snapshot:
     start_load_kv: CallTimes
     get_transfer_results: CallTimes
     forward: CallTimes
-    """Of what a forward pass does by `EngineOptions.forward`; the rig's checking and writing of KV is not in it."""
+    """Times of what `EngineOptions.forward` makes a forward pass do, without the rig's checking and writing of KV."""
     step_wall_ns_max: int
     """The most time one step spent in `start_load_kv` and `get_transfer_results`."""
     steps: int
@@ -269,9 +270,9 @@ class Snapshot:
     open_files: int
     resident_bytes: int
     cpu_seconds: float
-    """That the process has used so far, all threads."""
+    """CPU time that all threads of the process have used so far."""
     switch_interval_seconds: float
-    """Of its interpreter."""
+    """The switch interval of its interpreter."""
 
 
 @dataclass(frozen=True)

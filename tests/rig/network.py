@@ -35,8 +35,8 @@ def has_ipv6() -> bool:
 
 
 def _own_ports() -> range:
-    """Of this process: an engine listens many seconds after its port was chosen, so that the workers of pytest-xdist,
-    which run side by side, have none in common. Without them, all."""
+    """The ports from which this process chooses. An engine listens many seconds after its port was chosen, so the
+    workers of pytest-xdist, which run side by side, have none in common. Without such workers a process has all."""
     worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0")  # gw0, gw1, ...
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     count = (_LAST_PORT + 1 - _FIRST_PORT) // workers
@@ -146,7 +146,7 @@ class _Tls(socketserver.BaseRequestHandler):
 
 
 class _RefusesAtOnce(socketserver.BaseRequestHandler):
-    """As most HTTP servers do."""
+    """A server that answers and closes at once, as most HTTP servers do."""
 
     def handle(self) -> None:
         self.request.recv(100)
@@ -154,7 +154,7 @@ class _RefusesAtOnce(socketserver.BaseRequestHandler):
 
 
 class _Banner(socketserver.StreamRequestHandler):
-    """As of SSH: libzmq takes it for the beginning of a message."""
+    """A server that greets as SSH does: libzmq takes its banner for the beginning of a message."""
 
     def handle(self) -> None:
         self.wfile.write(b"SSH-2.0-OpenSSH_9.9\r\n")

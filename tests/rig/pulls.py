@@ -12,7 +12,7 @@ def one_group(local: list[int], remote: list[int], *, local_first: int = 0) -> t
 
 
 def pull(request_id: str, blocks: list[int], *, awaited: bool = True) -> StartPull:
-    """Of blocks that have the same ids on a peer that does not exist."""
+    """A command to read blocks from a peer that does not exist, where they have the same ids."""
     return StartPull(
         request_id=request_id,
         lease=LeaseName(f"remote-{request_id}", 1),

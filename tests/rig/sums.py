@@ -24,7 +24,7 @@ _MASK = 2**64 - 1
 
 @functools.cache
 def factor(place: int) -> int:
-    """Of a word of a block: SplitMix64, odd."""
+    """What the word at `place` of a block is multiplied by: SplitMix64, odd."""
     mixed = (place + 1) * 0x9E3779B97F4A7C15 & _MASK
     mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _MASK
@@ -32,7 +32,8 @@ def factor(place: int) -> int:
 
 
 def sum_of(content: bytes) -> int:
-    """As a signed number of 64 bits. Words are of 4 bytes, or fewer, and signed, but for single bytes."""
+    """The checksum of a block, as a signed number of 64 bits. Words have 4 bytes, or fewer, and are signed, but for
+    single bytes."""
     width = math.gcd(4, len(content))
     words = (
         int.from_bytes(content[start : start + width], "little", signed=width > 1)

@@ -174,7 +174,7 @@ class _PagesOnCpus(_Pages):
         self._write_into(self._caches, request, start, stop)
 
     def mismatches(self, request: _Tokens, stop: int) -> tuple[int, int]:
-        """As of all pages, every byte. Where the bytes of these tokens are is seen from what the kernel changes."""
+        """Compare every byte of all pages. What the kernel changes shows where the bytes of these tokens are."""
         expected, inverted = ([torch.zeros_like(cache) for cache in self._caches] for _ in range(2))
         self._write_into(expected, request, 0, stop)
         self._write_into(inverted, request, 0, stop, inverts=True)
@@ -208,7 +208,8 @@ class RigWorker(WorkerBase):  # type: ignore[misc]  # mypy is not shown vLLM's t
     """A worker for vLLM's executors that computes no model; see the module's docstring."""
 
     attention_backend: type[AttentionBackend] | None = None
-    """Of all layers; None: vLLM's choice. vLLM makes the worker, so it is set on the class, before."""
+    """The attention backend of all layers; None: vLLM's choice. vLLM makes the worker, so it is set on the class,
+    before."""
 
     computes_on_cpus = False
     """K and V lie where the kernels of attention on CPUs write them. Set on the class, too."""
