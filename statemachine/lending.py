@@ -19,8 +19,8 @@ Leaving. When the engine is to end (`Leave`), what is lent is served on: release
 renewals come to an end, with the grace period. A lease that was granted or promised is kept (a decode engine may have
 proved READs by it, and a built-in one takes it for granted), so nothing is lent after a grace period of at least
 `lease_ns` if nothing is granted in the last `lease_ns` of it. Which prefills are still granted is the scheduler's
-matter (`connector/scheduler/draining.py`). Every decode engine that has shown that it understands it is told at once,
-and one that is met later when it first asks.
+matter (`connector/scheduler/draining.py`). Every decode engine that has asked for a lease is told at once, and one that
+is met later when it first asks.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class HoldAsked(Event, frozen=True, kw_only=True):
     """`rank` of the decode engine `engine_id`, `ranks` of which deal with us, wants these leases. `process`: what
     only this process of that rank is called; empty: it has not said.
 
-    `sent_ns` is the asker's own clock; it is echoed. `hears_leaving`: the asker understands TellLeaving.
+    `sent_ns` is the asker's own clock; it is echoed.
     """
 
     reply_to: ReplyAddress
@@ -125,7 +125,6 @@ class HoldAsked(Event, frozen=True, kw_only=True):
     ranks: int
     sent_ns: int
     leases: tuple[LeaseName, ...]
-    hears_leaving: bool = False
     process: str = ""
 
 
@@ -338,8 +337,7 @@ class Lending:
         self._outcome.effects.append(
             AnswerHold(reply_to=asked.reply_to, sent_ns=asked.sent_ns, held=tuple(held), gone=tuple(gone))
         )
-        if asked.hears_leaving:
-            self._note_hearer(asked.reply_to, now_ns)
+        self._note_hearer(asked.reply_to, now_ns)
 
     # --- leaving ----------------------------------------------------------------------------------------------------
 

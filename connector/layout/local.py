@@ -19,12 +19,11 @@ class LocalRank(msgspec.Struct, frozen=True, kw_only=True):
     shapes: Mapping[str, LayerShape]
     """What each layer caches in the whole model; all ranks of all engines alike."""
     compatibility_hash: str
-    identity: KvIdentity | None = None
-    """None: peers are told the hash alone."""
+    identity: KvIdentity
     permute: Permute = Permute.NEVER
     """From which peers READs may land in the peer's order, for the engine thread to permute."""
     as_shaped: Mapping[str, LayerShape] = {}
-    """As `shapes`, of a peer whose attention keeps K and V as the tensor's shape says, where this rank's does not, and
-    may pack what it reads from such a one (`landing`). Empty: nothing is packed."""
+    """What each layer caches on a peer whose attention keeps K and V as the tensor's shape says. This rank's attention
+    does not, and it packs what it reads from such a peer (`landing`). Empty: nothing is packed."""
     not_packed: str = NOT_PACKED
     """Why nothing is packed, and what to do; empty: it is."""

@@ -70,7 +70,7 @@ from connector.wire.metadata import SHARED_GROUP, AgentMetadata
 
 
 class Stated(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine of ours says of a rank beyond its metadata. Untrusted.
+    """What an engine of ours says of a rank beyond its metadata; a built-in one says nothing. Untrusted.
 
     Attributes:
         heads: KV heads on that rank, by layer.
@@ -81,10 +81,8 @@ class Stated(msgspec.Struct, frozen=True, kw_only=True):
     group_tokens: tuple[int, ...]
 
 
-def stated_by(identity: KvIdentity | None) -> Stated | None:
-    """None: it does not say."""
-    if identity is None or not identity.group_tokens:
-        return None
+def stated_by(identity: KvIdentity) -> Stated:
+    """What a peer's identity says of that."""
     heads = {name: layer.heads for name, layer in identity.layers.items() if layer.heads}
     return Stated(heads=heads, group_tokens=identity.group_tokens)
 
@@ -165,7 +163,7 @@ class _Peer(msgspec.Struct, frozen=True, kw_only=True):
     has_rings: bool
 
     def stated(self, field: str) -> list[object]:
-        """A list that older versions may leave out, and that we need."""
+        """A list that the format allows to be left out, and that we need."""
         values: list[object] | None = getattr(self.metadata, field)
         if values is None:
             raise LayoutMismatch(field, "required", "not sent", "run the same vLLM version on both engines")

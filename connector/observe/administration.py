@@ -3,9 +3,9 @@
     drain    side channel of an engine: begin to drain, and see how far it has come, until it has drained
     meet     control socket of each rank of a decode engine: connect prefill engines, and see until they are
 
-An engine is first asked what it is. One that does not say that it understands these messages (it runs the built-in
-connector, or an older version of this one) is sent none, and is an `AdministrationError`. So is a name that several
-engines have, as that of a headless Service in Kubernetes: each question could go to another of them.
+An engine is first asked what it is. One that runs the built-in connector is sent none of these messages, and is an
+`AdministrationError`. So is a name that several engines have, as that of a headless Service in Kubernetes: each
+question could go to another of them.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def meet(
 async def require_administration(
     side_channel: SideChannel, address: Address, seconds: float = ASK_SECONDS
 ) -> ActorExtension:
-    """What the first rank of an engine says of it. Raises AdministrationError unless it understands these messages."""
+    """What the first rank of an engine says of it. Raises AdministrationError unless it is one of ours."""
     with _as_administration_error():
         await _require_one_engine(address, seconds)
         said = await advertisement(side_channel, address, (0, 0), seconds)
@@ -124,8 +124,6 @@ async def require_administration(
         raise AdministrationError(f"the engine at {address} serves no more: {said.error}")
     if said.actor is None:
         raise AdministrationError(f"the engine at {address} runs the built-in connector, which cannot be asked")
-    if not said.actor.administration:
-        raise AdministrationError(f"the engine at {address} has an older version of this connector, which cannot do it")
     return said.actor
 
 

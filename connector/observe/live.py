@@ -470,9 +470,6 @@ class Surveyor:
         if actor is None:
             detail = "it runs the built-in connector, which tells nothing"
             return RankReport(rank=rank, advertisement=said, problem=detail)
-        if not actor.inspection:
-            detail = "its version of this connector answers no questions"
-            return RankReport(rank=rank, advertisement=said, problem=detail)
         rows: list[AnyRow] = []
         ahead = round_trip = None
         problem, ran_out = None, False

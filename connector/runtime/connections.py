@@ -96,7 +96,7 @@ class Connections:
 
     def hold(self, number: int, rank: int, sent_ns: int, leases: tuple[LeaseName, ...]) -> None:
         """Ask a rank to keep these leases; HoldAnswered may follow."""
-        message = control.Hold(**self._sender(number, rank), sent_ns=sent_ns, leases=leases, hears_leaving=True)
+        message = control.Hold(**self._sender(number, rank), sent_ns=sent_ns, leases=leases)
         self._link(number, rank).send(control.encode_request(message))
 
     def release(self, number: int, rank: int, leases: tuple[LeaseName, ...]) -> None:

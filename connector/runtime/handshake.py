@@ -401,9 +401,7 @@ async def _open_link(context: ActorContext, peer: PeerAddress, facts: ActorExten
     host, port = facts.control_host, facts.control_port
     link: Link | None = None
     local = context.local.layout
-    probe = Hold(
-        engine_id=local.engine_id, rank=local.tp_rank, ranks=consumers, sent_ns=0, leases=(), hears_leaving=True
-    )
+    probe = Hold(engine_id=local.engine_id, rank=local.tp_rank, ranks=consumers, sent_ns=0, leases=())
     try:
         with trio.fail_after(timeout_seconds):
             link = await context.side_channel.open_link(host, port, facts.control_key)

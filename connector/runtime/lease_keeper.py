@@ -340,7 +340,6 @@ def _control_event(message: wire.LeaseRequest | Leave, reply_to: ReplyAddress) -
                 ranks=message.ranks,
                 sent_ns=message.sent_ns,
                 leases=message.leases,
-                hears_leaving=message.hears_leaving,
                 process=message.process,
             )
         case wire.Release():

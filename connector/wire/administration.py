@@ -8,8 +8,7 @@ The first is asked of the engine as a whole, on its side channel: one frame, and
 there, the second of which (the listener's clock) is not looked at. It may be repeated: draining begins once, and each
 answer says how far it has come. The second is what the scheduler process then tells each of its workers on their
 control sockets (`connector/runtime/draining.py`). The third goes to the control socket of each rank of a decode
-engine, and may be repeated as well. One msgpack map in one frame each. Only an engine whose handshake says
-`administration` (`connector.wire.handshake.ActorExtension`) is sent any of these.
+engine, and may be repeated as well. One msgpack map in one frame each. Built-in engines are sent none of these.
 
 Whoever reaches the sockets of an engine can send the first and the third, as whoever reaches them can read KV. The
 second has a secret in it, which a worker makes when it starts and vLLM carries to the scheduler process.
@@ -25,15 +24,13 @@ from msgspec import Meta
 
 from connector.wire.bounded import DecodeFailed, Natural, Place, decode_frame, decode_msgpack, shorten
 
-ADMINISTRATION_VERSION = 1
-
 _DRAIN_ENGINE = b"drain_engine"
 REPORT_BYTES_MAX = 1 << 16
 
 LEAVE_SECRET_BYTES = 16
 
 MEET_PLACES_MAX = 64
-"""Of one message."""
+"""A message names at most so many places."""
 
 
 class Leave(msgspec.Struct, frozen=True, kw_only=True, tag="leave"):
@@ -98,7 +95,7 @@ class DrainReport(msgspec.Struct, frozen=True, kw_only=True):
     seconds_left: float
     lent: Natural
     not_lent: Natural
-    answering: Natural = 0
+    answering: Natural
 
 
 class _Reply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

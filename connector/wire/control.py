@@ -3,7 +3,7 @@
     D -> P   Hold       these leases are still wanted     -> HoldAnswer  for how long each is held, or why it is not
     D -> P   Release    these leases are no more wanted   -> Released    which releases P has counted
     D -> P   AskSums    the checksums of a lease          -> Sums        a part of them; only to a P that makes them
-    P -> D   Leaving    P is to end, and keeps what it lends for so long; to those only whose Hold said `hears_leaving`
+    P -> D   Leaving    P is to end, and keeps what it lends for so long; to whoever has sent a Hold
     tool     Inspect    show what lives                   -> Inspected   see `connector.wire.inspection`
     own engine, tool    see `connector.wire.administration`
 
@@ -39,10 +39,10 @@ from statemachine.lease import LEASES_PER_MESSAGE_MAX, LeaseName
 WHY_LENGTH_MAX = 200
 """Characters."""
 ANSWER_BYTES_MAX = 2 << 20
-"""Of what is said to a D. More than the largest there is: 512 leases with an id and a reason of the longest kind, 4
-bytes to a character."""
+"""What is said to a D has at most so many bytes: more than the largest message, which has 512 leases with an id and a
+reason of the longest kind, 4 bytes to a character."""
 REQUEST_BYTES_MAX = (1 << 20) + (1 << 16)
-"""Of what is said to a worker: 512 leases with an id."""
+"""What is said to a worker has at most so many bytes: 512 leases with an id."""
 
 SUMS_PART_BYTES = 1 << 20
 SUMS_PARTS_MAX = 256
@@ -90,8 +90,6 @@ class Hold(msgspec.Struct, frozen=True, kw_only=True, tag="hold"):
     """How many ranks of that engine deal with this P rank."""
     sent_ns: Natural
     leases: _Leases
-    hears_leaving: bool = False
-    """The sender understands Leaving, and wants to be told."""
     process: Process = ""
     """What the sender's process is called by this P alone; empty: it has no such name."""
 
@@ -116,7 +114,7 @@ class HoldAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="hold_answer"):
     """What became of each lease of a `Hold`, in any order. A lease that is named in neither list is not answered."""
 
     sent_ns: Natural
-    """That of the `Hold`."""
+    """`sent_ns` of the `Hold` that this answers."""
     held: Annotated[tuple[HeldLease, ...], _LEASES] = ()
     gone: Annotated[tuple[GoneLease, ...], _LEASES] = ()
 

@@ -2,14 +2,14 @@
 
     request   one frame, message pack of (b"get_meta_msg", pp rank, tp rank); older engines leave the pp rank out
     reply     two frames: payload, and P's `time.perf_counter` in seconds when it answered
-    payload   {"compatibility_hash": text, "agent_metadata_bytes": bytes, "actor": {"version": 2, "life": hex, ...}}
+    payload   {"compatibility_hash": text, "agent_metadata_bytes": bytes, "actor": {"life": hex, ...}}
               or {"error": text}
 
 The payload is decoded in two phases, so that engines of different versions get a clear answer instead of a decoding
 error: first the outer map, then the hash is compared, and only when it is equal the metadata inside. `actor` is this
 connector's own addition: facts about P that no client is believed on, where P's control socket is, and what its KV is
-(`identity`), which is compared instead of the hash where both state it. The built-in decoder ignores it, and its
-absence tells us that the peer is a built-in engine. A built-in D reads the error payload as a malformed one, which
+(`identity`), which is compared instead of the hash. The built-in decoder ignores it, and its absence tells us that the
+peer is a built-in engine. A built-in D reads the error payload as a malformed one, which
 fails its handshake just as well.
 
 The listener's clock is for built-in peers, which measure the offset between the two clocks with it. We ignore it:
@@ -46,9 +46,8 @@ REQUEST_BYTES_MAX = 64
 PUBLIC_KEY_PATTERN = r"\A[!-~]{40}\Z"
 """A key of CURVE in its text form (Z85)."""
 LIFE_PATTERN = r"\A[0-9a-f]{32}\Z"
-EXTENSION_VERSION = 2
 EXTENSION_BYTES_MAX = 1 << 20
-"""Of a payload without its metadata: some two hundred bytes for each layer of `identity`."""
+"""A payload without its metadata has at most so many bytes: `identity` has some two hundred for each layer."""
 PAYLOAD_BYTES_MAX = METADATA_BYTES_MAX + EXTENSION_BYTES_MAX
 ERROR_LENGTH_MAX = 500
 """Longest error text sent or quoted, in characters."""
@@ -87,7 +86,6 @@ class ActorExtension(msgspec.Struct, frozen=True, kw_only=True):
     Sizes and ranks are those of transfers, as in `kv_transfer_params` and `RankLayout`.
     """
 
-    version: Annotated[int, Meta(ge=EXTENSION_VERSION, le=1 << 16)] = EXTENSION_VERSION
     life: Annotated[str, Meta(pattern=LIFE_PATTERN)]
     """Names this run of P's scheduler process: an engine that was restarted has another one."""
     tp_size: _Size
@@ -100,14 +98,9 @@ class ActorExtension(msgspec.Struct, frozen=True, kw_only=True):
     """Where this rank's worker takes the messages of `connector.wire.control`."""
     control_key: Annotated[str, Meta(pattern=PUBLIC_KEY_PATTERN)] | None = None
     """The public key of that socket; None: it has none, and speaks without encryption."""
-    inspection: Annotated[int, Meta(ge=0, le=1 << 16)] = 0
-    """Version of `connector.wire.inspection` that it answers there; 0: it is never asked."""
-    verify: Annotated[str, Meta(max_length=16)] = "off"
-    """Of which blocks it has checksums: the value of its option `verify`."""
-    identity: KvIdentity | None = None
-    """None: an older engine of ours, of which the hash says all."""
-    administration: Annotated[int, Meta(ge=0, le=1 << 16)] = 0
-    """Version of `connector.wire.administration` that it understands; 0: it is never sent any of that."""
+    verify: Annotated[str, Meta(max_length=16)]
+    """The value of its option `verify`, which says which blocks it has checksums of."""
+    identity: KvIdentity
     draining: Literal["", "draining", "drained"] = ""
     """Whether P is to end, and how far it has come (`statemachine.draining`); for tools."""
 
@@ -220,7 +213,7 @@ def decode_reply(
     peer: str,
     address: str,
     expected_hash: str | None,
-    identity: KvIdentity | None = None,
+    identity: KvIdentity,
     not_packed: str = NOT_PACKED,
 ) -> HandshakeReply:
     """Read a peer's reply. `peer` is the engine id that should answer at `address`.
@@ -244,10 +237,9 @@ def decode_reply(
         raise HandshakeError(HandshakeRefused(peer=peer, address=address, detail=detail))
     if payload.compatibility_hash is None or payload.agent_metadata_bytes is None:
         raise malformed("payload", "compatibility_hash or agent_metadata_bytes is missing")
-    theirs = payload.actor.identity if payload.actor is not None else None
-    if identity is not None and theirs is not None:
+    if payload.actor is not None:
         differing = incompatibilities(
-            identity, theirs, enforce_factors=expected_hash is not None, not_packed=not_packed
+            identity, payload.actor.identity, enforce_factors=expected_hash is not None, not_packed=not_packed
         )
         if differing:
             raise HandshakeError(_differs(peer, address, differing))

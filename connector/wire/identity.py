@@ -2,8 +2,7 @@
 
 The compatibility hash is the built-in connector's, so that both kinds of engines understand each other. It knows the
 model by its name, and says neither which weights stand behind that name nor which factor differs. Two engines of ours
-tell each other more: `KvIdentity`, an optional field of the handshake extension, which older engines of ours and
-built-in ones neither send nor read. If both sides state it, it takes the place of the hash:
+tell each other more: `KvIdentity`, a field of the handshake extension, which takes the place of the hash:
 
 * `factors` are those of the hash, one by one, and those that it lacks: weights, configuration of the model,
   quantization, draft model. Only what both sides state is compared, so that a later version may state more. The name
@@ -64,7 +63,7 @@ NVIDIA before SM 8.9."""
 OCP = "OCP"
 
 NOT_PACKED = "start both engines with the same attention back end"
-"""Of an engine that never puts what it reads in an order of its own."""
+"""The advice where an engine never puts what it reads in an order of its own."""
 
 MODEL = "model"
 REVISION = "revision"
@@ -109,11 +108,10 @@ class LayerIdentity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         k_scales, v_scales: what stored K and V are multiplied by: one factor for the whole layer, or one for each KV
             head of this rank; empty: nothing.
         first_head: of this rank, among the KV heads of the model.
-        heads: KV heads of this rank. 0: it holds something else, or an older engine that does not say.
+        heads: KV heads of this rank. 0: it holds something else.
         content_bytes: of one unit of each component of the layer (`layout.shapes`), without padding: of K and of V of a
             head of one token, of a latent, of each part of a state. Whatever the number of ranks: of slots it is what
-            they hold of a KV head, and of a state that is not known to be divided, what all ranks hold. Empty: an older
-            engine that does not say.
+            they hold of a KV head, and of a state that is not known to be divided, what all ranks hold.
     """
 
     dtype: _Value
@@ -123,20 +121,20 @@ class LayerIdentity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     v_scales: _Scales = ()
     first_head: Annotated[int, Meta(ge=0, le=1 << 16)] = 0
     heads: Annotated[int, Meta(ge=0, le=HEADS_MAX)] = 0
-    content_bytes: Annotated[tuple[_Bytes, ...], Meta(max_length=COMPONENTS_MAX)] = ()
+    content_bytes: Annotated[tuple[_Bytes, ...], Meta(max_length=COMPONENTS_MAX)]
 
 
 class KvIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one rank; see the module's docstring. The order of `factors` is that in which differences are told.
+    """What the bytes of one rank's KV cache mean; see the module's docstring. Differences are told in the order of
+    `factors`.
 
     Attributes:
-        group_tokens: tokens of a kernel block of each cache group, 0 where a block is a state. Empty: an older engine
-            that does not say.
+        group_tokens: tokens of a kernel block of each cache group, 0 where a block is a state.
     """
 
     factors: Annotated[dict[Identifier, _Value], Meta(max_length=FACTORS_MAX)]
     layers: Annotated[dict[Identifier, LayerIdentity], Meta(max_length=LAYERS_MAX)]
-    group_tokens: Annotated[tuple[Annotated[int, Meta(ge=0, le=1 << 20)], ...], Meta(max_length=4096)] = ()
+    group_tokens: Annotated[tuple[Annotated[int, Meta(ge=0, le=1 << 20)], ...], Meta(max_length=4096)]
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,7 +147,8 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def differing_factors(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[Difference]:
-    """Of factors that both state, in our order. Empty if they may exchange KV as far as these go."""
+    """The differences between factors that both state, in our order. Empty if the engines may exchange KV as far as
+    these go."""
     same_weights = {prefix for prefix in ("", DRAFT) if _both_state(ours, theirs, prefix + WEIGHTS)}
     skipped = {prefix + name for prefix in same_weights for name in (MODEL, REVISION)}
     return [
@@ -160,13 +159,13 @@ def differing_factors(ours: Mapping[str, str], theirs: Mapping[str, str]) -> lis
 
 
 _NAMED_ORDERS = (IN_SLOTS, IN_ARRAYS, OF_ROCM)
-"""Those with advice of their own."""
+"""These orders have advice of their own."""
 
 
 def differing_layers(
     ours: Mapping[str, LayerIdentity], theirs: Mapping[str, LayerIdentity], *, not_packed: str = NOT_PACKED
 ) -> Iterator[Difference]:
-    """Of layers that both have, in our order.
+    """Yield the differences between layers that both have, in our order.
 
     `not_packed` says why we do not put K and V in our order that lie as the shape says; empty: we do.
     """
@@ -197,7 +196,7 @@ def differing_layers(
 
 def _differing_content(name: str, ours: LayerIdentity, theirs: LayerIdentity) -> Iterator[Difference]:
     local, remote = ours.content_bytes, theirs.content_bytes
-    if local and remote and local != remote:
+    if local != remote:
         here, there = (f"{', '.join(map(str, sizes))} bytes" for sizes in (local, remote))
         yield _of_layer(f"{CONTENT} of {name}", here, there, CONTENT)
 

@@ -8,11 +8,8 @@ of rows (`What`). An answer has at most ROWS_MAX rows and about ROWS_BYTES_MAX b
 ask on. Every answer shows the moment at which it was made: what comes or goes between two answers may be missing, or be
 in both. No clock reading crosses, only durations; `wall` is for people.
 
-Both sides distrust the other: the worker decodes a question within bounds, the tool an answer. A tool asks only workers
-whose handshake says `inspection` (`connector.wire.handshake.ActorExtension`).
-
-Fields of rows may be added; a tool ignores those that it does not know, and INSPECTION_VERSION grows when one changes
-its meaning.
+Both sides distrust the other: the worker decodes a question within bounds, the tool an answer. Fields of rows may be
+added; a tool ignores those that it does not know.
 """
 
 from __future__ import annotations
@@ -26,12 +23,10 @@ from msgspec import Meta
 from connector.wire.bounded import Natural, decode_frame, shorten
 from statemachine.trace import TransitionRecord
 
-INSPECTION_VERSION = 1
-
 ROWS_MAX = 256
-"""Of one answer."""
+"""An answer has at most so many rows."""
 ROWS_BYTES_MAX = 1 << 20
-"""Of the rows of one answer; the last one may go beyond it, by ROW_BYTES_MAX at most."""
+"""The rows of an answer have at most so many bytes; the last row may go beyond that, by ROW_BYTES_MAX at most."""
 ROW_BYTES_MAX = 1 << 19
 ANSWER_BYTES_MAX = ROWS_BYTES_MAX + ROW_BYTES_MAX + 4096
 MATCH_LENGTH_MAX = 512
@@ -41,7 +36,7 @@ DETAIL_LENGTH_MAX = 1000
 LIST_LENGTH_MAX = 16
 """Entries of a list within a row; further ones are counted."""
 ENTRIES_MAX = 96
-"""Of a map of options or of the environment."""
+"""A map of options or of the environment has at most so many entries."""
 
 What: TypeAlias = Literal[
     "engine", "peers", "requests", "holds", "leases", "reads", "quarantines", "local_prefills", "records"
@@ -119,11 +114,8 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     packs: bool = False
 
 
-class EngineCounts(
-    msgspec.Struct, frozen=True, kw_only=True, rename=lambda name: name.replace("_", " ").replace("nixl", "NIXL")
-):
+class EngineCounts(msgspec.Struct, frozen=True, kw_only=True):
     """How many of what lives now in a worker, what it holds of NIXL's included, and what was counted since its start.
-    0 also where an engine of another version does not count it. On the wire, and in `ps --json`, names are words.
 
     Attributes:
         nixl_lag_seconds: for how long NIXL has not come back from a call; 0 unless that is long.
@@ -154,8 +146,7 @@ class EngineRow(Row, frozen=True, kw_only=True):
 
     Attributes:
         recorded_seconds: how far back every step is kept; None: nothing has happened yet.
-        peers_by_state, leases_by_state: how many there are, by their states. Not in `counts`, which a tool of version
-            0.1 takes for a map of numbers.
+        peers_by_state, leases_by_state: how many there are, by their states.
     """
 
     what: ClassVar[What] = "engine"
@@ -170,8 +161,8 @@ class EngineRow(Row, frozen=True, kw_only=True):
     stopped: str | None
     facts: EngineFacts
     counts: EngineCounts
-    peers_by_state: dict[str, int] = {}
-    leases_by_state: dict[str, int] = {}
+    peers_by_state: dict[str, int]
+    leases_by_state: dict[str, int]
 
 
 class PeerRow(Row, frozen=True, kw_only=True):
@@ -347,7 +338,8 @@ class QuarantineRow(Row, frozen=True, kw_only=True):
 
 
 def quarantined_blocks(rows: Iterable[QuarantineRow]) -> int:
-    """Of one engine. A block is in quarantine once, however many ranks keep their part of it aside."""
+    """How many blocks of one engine are in quarantine. A block counts once, however many ranks keep their part of it
+    aside."""
     of_request: dict[tuple[str, str], int] = {}
     for row in rows:
         key = (row.peer, row.request_id)

@@ -60,10 +60,9 @@ from connector.runtime.verification import lease_sums, stretches
 from connector.staging import advertised_layout_name, is_staged
 from connector.step_metadata import HandshakeMetadata, StepMetadata, WorkerReport
 from connector.versions import NIXL, shown_version
-from connector.wire.administration import ADMINISTRATION_VERSION, LEAVE_SECRET_BYTES
+from connector.wire.administration import LEAVE_SECRET_BYTES
 from connector.wire.control import encode_sums
 from connector.wire.handshake import ActorExtension
-from connector.wire.inspection import INSPECTION_VERSION
 from connector.wire.metadata import encode_agent_metadata
 from connector.worker.block_sums import BlockSums
 from connector.worker.cache_memory import CacheMemory, scratch_beside
@@ -333,10 +332,8 @@ class ConnectorWorker:
                 control_host=control_host,
                 control_port=control.port,
                 control_key=side_channel.public_key,
-                inspection=INSPECTION_VERSION,
                 identity=registration.identity,
                 verify=self._options.verify,
-                administration=ADMINISTRATION_VERSION,
             ),
             leave_secret=leave_secret,
         )

@@ -106,9 +106,9 @@ def kv_identity(
     *,
     tp_rank: int,
     tp_size: int,
-    groups: Sequence[CacheGroup] = (),
+    groups: Sequence[CacheGroup],
 ) -> KvIdentity:
-    """The identity of this rank's KV. `shapes` has its layers, `groups` its cache groups (none: it does not say)."""
+    """The identity of this rank, whose layers are those of `shapes`, and whose cache groups are `groups`."""
     return KvIdentity(
         factors=_factors(vllm_config, attention_backend),
         layers=_layers(vllm_config, specs, shapes, tp_rank=tp_rank, tp_size=tp_size),

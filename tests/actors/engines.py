@@ -57,7 +57,7 @@ from statemachine.failures import Failure
 from statemachine.lease import LeaseName
 from statemachine.trace import TraceSink, TransitionRecord
 from tests.rig import sums
-from tests.rig.facts import LEAVE_SECRET, payload_of
+from tests.rig.facts import LEAVE_SECRET, NO_IDENTITY, payload_of
 from tests.rig.layouts import attention_rank, attention_shapes
 from tests.rig.pulls import one_group
 from tests.rig.sums import with_sums
@@ -343,7 +343,7 @@ async def parallel_engine(
     port: int = 0,
     life: str | None = None,
     compatibility_hash: str = HASH,
-    identity: KvIdentity | None = None,
+    identity: KvIdentity = NO_IDENTITY,
     head_bytes: int = HEAD_BYTES,
     tokens: int = TOKENS,
     stages: int = 1,
@@ -423,7 +423,7 @@ def _rank(
     tokens: int,
     layout_name: str,
     *,
-    identity: KvIdentity | None,
+    identity: KvIdentity,
     permute: Permute,
     clock: Clock,
     descriptors_ahead_max: int,

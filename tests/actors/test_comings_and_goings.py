@@ -222,7 +222,7 @@ def test_what_tools_may_do_is_asked_of_the_engine_first() -> None:
             try:
                 with pytest.raises(AdministrationError, match="nothing listens"):
                     await require_administration(channel, Address(HOST, free_port()))
-                assert (await require_administration(channel, Address(HOST, p.address.port))).administration
+                await require_administration(channel, Address(HOST, p.address.port))
             finally:
                 channel.close()
 

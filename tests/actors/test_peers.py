@@ -27,6 +27,7 @@ from tests.actors.engines import (
     HOST,
     LEASE_SECONDS,
     Engine,
+    answer_as_builtin,
     engine,
     lease_of,
     lend_by_all,
@@ -150,7 +151,9 @@ def test_incompatible_engines_are_refused_with_both_values() -> None:
     run(test)
 
 
-def test_other_model_is_refused_by_its_hash() -> None:
+def test_another_model_of_a_builtin_engine_is_refused_by_its_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer_as_builtin(monkeypatch)
+
     async def test() -> None:
         async with engine("p", serves=True, compatibility_hash="other-model") as p, engine("d") as d:
             p.lend("remote-a")
@@ -162,7 +165,7 @@ def test_other_model_is_refused_by_its_hash() -> None:
 
 def identity(weights: str = "w", *, model: str = "m", **of_layer: Any) -> KvIdentity:
     layer = LayerIdentity(**({"dtype": "fp8", "order": "vec", "k_scales": (0.5,), "content_bytes": (640,)} | of_layer))
-    return KvIdentity(factors={"model": model, "weights": weights}, layers={"layer": layer})
+    return KvIdentity(factors={"model": model, "weights": weights}, layers={"layer": layer}, group_tokens=())
 
 
 @pytest.mark.parametrize(
@@ -188,18 +191,9 @@ def test_one_factor_that_differs_is_named_with_both_values(theirs: KvIdentity, s
     run(test)
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [
-        (identity(), None),
-        (None, identity()),
-        (identity(), identity(content_bytes=())),
-        (identity(model="/here"), identity(model="/elsewhere")),
-    ],
-    ids=["an older P", "an older D", "a P that does not say how much it keeps", "the same weights at another path"],
-)
-def test_engines_that_tell_each_other_enough_are_served(ours: KvIdentity | None, theirs: KvIdentity | None) -> None:
+def test_the_same_weights_at_another_path_are_the_same_model() -> None:
     async def test() -> None:
+        ours, theirs = identity(model="/here"), identity(model="/elsewhere")
         async with engine("p", serves=True, identity=theirs) as p, engine("d", identity=ours) as d:
             await reads(d, p, "a")
 
@@ -311,28 +305,19 @@ def test_two_engines_of_one_id_cost_the_second_its_requests_and_nobody_a_wrong_b
     run(test)
 
 
-@pytest.mark.parametrize(
-    ("engine_id", "of_another_model"),
-    [
-        ("p", {"compatibility_hash": "other-model", "identity": None}),
-        ("p", {"identity": identity("others")}),
-        ("q", {"identity": identity("others")}),
-    ],
-    ids=["the same id and another model", "the same id and other weights", "another id and other weights"],
-)
-def test_an_address_that_another_model_had_for_a_while(engine_id: str, of_another_model: dict[str, Any]) -> None:
+@pytest.mark.parametrize("engine_id", ["p", "q"], ids=["the same id and other weights", "another id and other weights"])
+def test_an_address_that_another_model_had_for_a_while(engine_id: str) -> None:
     """A port is handed out again: to an engine that D cannot read from, and at last to the right one."""
     options = ConnectorOptions(
         backoff_initial_seconds=0.02, backoff_max_seconds=0.05, incompatible_backoff_seconds=0.05
     )
-    ours: dict[str, Any] = {"identity": identity()}
 
     async def test() -> None:
-        async with engine("d", options=options, **ours) as d:
-            async with engine("p", serves=True, **ours) as old:
+        async with engine("d", options=options, identity=identity()) as d:
+            async with engine("p", serves=True, identity=identity()) as old:
                 await reads(d, old, "before")
                 port = old.address.port
-            async with engine(engine_id, serves=True, port=port, **ours | of_another_model) as other:
+            async with engine(engine_id, serves=True, port=port, identity=identity("others")) as other:
                 other.memory[:] = 99
                 for request_id in ("a", "b"):
                     await rested(d, engine_id)
@@ -345,7 +330,7 @@ def test_an_address_that_another_model_had_for_a_while(engine_id: str, of_anothe
                     d.pull("stale", nobody("p", port), [2], [2])
                     assert (await failure_of(d, "stale")).kind == "Incompatible"
                 await until(lambda: d.counts().remote_agents == 0)
-            async with engine("p", serves=True, port=port, **ours) as new:
+            async with engine("p", serves=True, port=port, identity=identity()) as new:
                 new.memory[:, 1, :] = 7
                 await rested(d, "p")
                 await reads(d, new, "after")

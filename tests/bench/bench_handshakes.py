@@ -73,7 +73,7 @@ from connector.worker.switch_interval import SwitchInterval
 from statemachine.lease import LeaseName
 from statemachine.trace import TransitionRecord
 from tests.bench.source import other_process, tell
-from tests.rig.facts import LEAVE_SECRET, payload_of
+from tests.rig.facts import LEAVE_SECRET, NO_IDENTITY, payload_of
 from tests.rig.layouts import attention_rank, attention_shapes, latent_shapes, plan_engine
 
 HOST = "127.0.0.1"
@@ -293,7 +293,7 @@ class Decode:
 def decode_rank(model: Model, memory: Memory, wanted: int, *, is_metered: bool) -> Iterator[Decode]:
     """The actors of a worker that knows nobody yet, and waits for `wanted` engines."""
     layout = model.layout("decode", RankId(0, 0), model.decode_tp_size, memory.addresses)
-    local = LocalRank(layout=layout, shapes=model.shapes, compatibility_hash="hash")
+    local = LocalRank(layout=layout, shapes=model.shapes, compatibility_hash="hash", identity=NO_IDENTITY)
     port = MeteredPort.open(f"decode-{uuid.uuid4()}", memory.ranges)
     assert isinstance(port, MeteredPort)
     port.calls = []
@@ -423,7 +423,7 @@ def _spread(steps: Sequence[float]) -> str:
 def phases(model: Model, memory: Memory) -> list[str]:
     """Milliseconds of each phase of the first handshake with an engine, on a quiet thread."""
     layout = model.layout("decode", RankId(0, 0), model.decode_tp_size, memory.addresses)
-    local = LocalRank(layout=layout, shapes=model.shapes, compatibility_hash="hash")
+    local = LocalRank(layout=layout, shapes=model.shapes, compatibility_hash="hash", identity=NO_IDENTITY)
     frames = {
         rank: encode_reply(payload, 0.0)
         for rank, payload in payloads(model, 0, memory, [bytes(20_000)] * len(model.ranks), 1).items()
@@ -431,7 +431,10 @@ def phases(model: Model, memory: Memory) -> list[str]:
     name = f"{model.name} 0"
 
     def decode() -> list[Any]:
-        return [decode_reply(each, peer=name, address="", expected_hash="hash").metadata for each in frames.values()]
+        return [
+            decode_reply(each, peer=name, address="", expected_hash="hash", identity=NO_IDENTITY).metadata
+            for each in frames.values()
+        ]
 
     metadata = decode()
 

@@ -1209,7 +1209,6 @@ class Turn:
                         ranks=ranks,
                         sent_ns=-message.age_ns,
                         leases=names,
-                        hears_leaving=self._product.leaves,
                         process=f"process {message.core}",
                     ),
                 )

@@ -10,6 +10,7 @@ import msgspec
 from connector.wire import administration, control, handshake, inspection, metadata, notifications, params
 from connector.wire.bounded import DecodeFailed
 from connector.wire.handshake import ActorExtension, HandshakeError
+from connector.wire.identity import KvIdentity, LayerIdentity
 from connector.wire.inspection import Inspect
 from connector.wire.params import ParamsError
 from connector.wire.signatures import ParamsKey, ParamsKeys
@@ -75,17 +76,32 @@ _EXTENSION = ActorExtension(
     pp_rank=0,
     control_host="127.0.0.1",
     control_port=1,
-    inspection=1,
+    verify="off",
+    identity=KvIdentity(
+        factors={"model": "m"},
+        layers={"layer.0": LayerIdentity(dtype="bfloat16", content_bytes=(4, 4))},
+        group_tokens=(16,),
+    ),
 )
 _PAYLOAD = handshake.encode_payload("hash", metadata.encode_agent_metadata(METADATA), _EXTENSION)
 
 
+def _decode_reply(data: bytes, *, expected_hash: str | None) -> object:
+    return handshake.decode_reply(
+        (data, _CLOCK),
+        peer="prefill",
+        address="10.0.0.1:5600",
+        expected_hash=expected_hash,
+        identity=_EXTENSION.identity,
+    )
+
+
 def _reply(data: bytes) -> object:
-    return handshake.decode_reply((data, _CLOCK), peer="prefill", address="10.0.0.1:5600", expected_hash="hash")
+    return _decode_reply(data, expected_hash="hash")
 
 
 def _reply_of_any_hash(data: bytes) -> object:
-    return handshake.decode_reply((_CLOCK, data)[::-1], peer="prefill", address="10.0.0.1:5600", expected_hash=None)
+    return _decode_reply(data, expected_hash=None)
 
 
 # --- control socket ---------------------------------------------------------------------------------------------------
@@ -157,7 +173,7 @@ def _inspected() -> bytes:
 
 # --- administration ---------------------------------------------------------------------------------------------------
 
-_REPORT = administration.DrainReport(state="draining", seconds=1.5, seconds_left=28.5, lent=2, not_lent=1)
+_REPORT = administration.DrainReport(state="draining", seconds=1.5, seconds_left=28.5, lent=2, not_lent=1, answering=0)
 _MET = administration.MeetReport(
     rows=(administration.PlaceRow(place="127.0.0.1:1", state="met", engine_id="prefill", problem=""),)
 )

@@ -21,6 +21,7 @@ from tests.integration.house import (
     check_not_loaded,
 )
 from tests.rig import EngineRig, RequestSpec, expected_output, prompt
+from tests.rig.facts import NO_IDENTITY
 from tests.rig.messages import Forward
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -40,7 +41,13 @@ def agent_metadata(engine: EngineRig) -> bytes:
                 frames = await channel.connect("127.0.0.1", port).ask([encode_request(0, 0)])
         finally:
             channel.close()
-        reply = decode_reply(frames, peer=engine.options.engine_id, address=f"127.0.0.1:{port}", expected_hash=None)
+        reply = decode_reply(
+            frames,
+            peer=engine.options.engine_id,
+            address=f"127.0.0.1:{port}",
+            expected_hash=None,
+            identity=NO_IDENTITY,
+        )
         return bytes(reply.metadata.agent_metadata)
 
     return trio.run(main)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from connector.layout.advertised import describe
 from connector.layout.geometry import RankLayout
-from connector.wire.administration import ADMINISTRATION_VERSION
 from connector.wire.handshake import ActorExtension, encode_payload
 from connector.wire.identity import KvIdentity
-from connector.wire.inspection import INSPECTION_VERSION
 from connector.wire.metadata import encode_agent_metadata
+
+NO_IDENTITY = KvIdentity(factors={}, layers={}, group_tokens=())
+"""An identity from which no other differs, where a test compares none."""
 
 LEAVE_SECRET = b"of the same rank"
 """In `wire.administration.Leave`, where a test needs no other."""
@@ -25,10 +28,10 @@ def facts(
     control_host: str = "10.0.0.1",
     control_port: int = 40_000,
     control_key: str | None = None,
-    identity: KvIdentity | None = None,
+    identity: KvIdentity = NO_IDENTITY,
     verify: str = "off",
 ) -> ActorExtension:
-    """Of the only rank of its engine, unless told otherwise."""
+    """What the only rank of an engine says, unless told otherwise."""
     return ActorExtension(
         life=life,
         tp_size=tp_size,
@@ -39,9 +42,7 @@ def facts(
         control_host=control_host,
         control_port=control_port,
         control_key=control_key,
-        inspection=INSPECTION_VERSION,
         identity=identity,
-        administration=ADMINISTRATION_VERSION,
         verify=verify,
     )
 
@@ -56,10 +57,12 @@ def payload_of(
     control_port: int,
     stages: int = 1,
     control_key: str | None = None,
-    identity: KvIdentity | None = None,
+    identity: KvIdentity = NO_IDENTITY,
     verify: str = "off",
 ) -> bytes:
-    """What the listener answers for the rank; `agent_metadata` is NIXL's, `stages` those of its engine."""
+    """What the listener answers for the rank; `agent_metadata` is NIXL's, `stages` those of its engine. The identity
+    is told with the cache groups of `layout`."""
+    group_tokens = tuple(group.tokens_per_kernel_block for group in layout.cache_groups)
     extension = facts(
         life=life,
         tp_size=layout.tp_size,
@@ -70,7 +73,7 @@ def payload_of(
         control_host=control_host,
         control_port=control_port,
         control_key=control_key,
-        identity=identity,
+        identity=msgspec.structs.replace(identity, group_tokens=group_tokens),
         verify=verify,
     )
     return encode_payload(compatibility_hash, encode_agent_metadata(describe(layout, agent_metadata)), extension)

@@ -44,7 +44,7 @@ from connector.runtime.supervisor import Supervisor
 from connector.wire.control import REQUEST_BYTES_MAX
 from statemachine.failures import Failure
 from statemachine.lease import LeaseName
-from tests.rig.facts import LEAVE_SECRET, payload_of
+from tests.rig.facts import LEAVE_SECRET, NO_IDENTITY, payload_of
 from tests.rig.layouts import attention_rank, attention_shapes
 from tests.rig.pulls import one_group
 from tests.simulation.agenda import Agenda
@@ -131,7 +131,7 @@ class Rank:
             tp_rank=tp_rank,
             tp_size=tp_size,
         )
-        self._local = LocalRank(layout=layout, shapes=SHAPES, compatibility_hash="same")
+        self._local = LocalRank(layout=layout, shapes=SHAPES, compatibility_hash="same", identity=NO_IDENTITY)
         self._host = doors.host_of(name)
         self.port = world.open(name, [MemoryRange(memory.ctypes.data, memory.nbytes)], doors.clock.now_ns)
         side_channel = doors.open_channel(name)

@@ -163,12 +163,12 @@ class Variant(enum.Enum):
     OTHER_BLOCKS = "blocks of another length"
 
 
-def _identity(variant: Variant) -> KvIdentity | None:
-    """The other model is served by an older engine, of which there is nothing but the hash."""
+def _identity(variant: Variant) -> KvIdentity:
     if variant is Variant.OTHER_MODEL:
-        return None
-    weights = "others" if variant is Variant.OTHER_WEIGHTS else "the same"
-    return KvIdentity(factors={"model": "model", "weights": weights}, layers={})
+        factors = {"model": "another model"}  # an engine that cannot say what its weights are
+    else:
+        factors = {"model": "model", "weights": "others" if variant is Variant.OTHER_WEIGHTS else "the same"}
+    return KvIdentity(factors=factors, layers={}, group_tokens=())
 
 
 class Owner(Protocol):
@@ -234,7 +234,7 @@ class Rank:
         self._local = LocalRank(
             layout=memory.layout(process.engine_id, shapes),
             shapes=shapes,
-            compatibility_hash="another-model" if process.variant is Variant.OTHER_MODEL else "same-model",
+            compatibility_hash="same",
             identity=_identity(process.variant),
         )
         self.figures = Figures()

@@ -29,7 +29,7 @@ from connector.wire.handshake import (
 from connector.wire.metadata import AgentMetadata, decode_agent_metadata, encode_agent_metadata
 from connector.wire.params import ParamsKind, RemotePrefill, build_remote_prefill, classify
 from connector.worker.compatibility_hash import compatibility_hash
-from tests.rig.facts import facts
+from tests.rig.facts import NO_IDENTITY, facts
 from tests.unit.vllm_setup import engine_config, layer_name, write_model
 
 BUILTIN_METADATA = NixlAgentMetadata(
@@ -130,7 +130,7 @@ def test_builtin_takes_our_error_for_a_malformed_payload() -> None:
 def test_we_decode_the_reply_of_a_builtin_listener() -> None:
     payload = NixlHandshakePayload("hash", msgspec.msgpack.encode(BUILTIN_METADATA))
     frames = (msgspec.msgpack.encode(payload), msgspec.msgpack.encode(time.perf_counter()))
-    reply = decode_reply(frames, peer="engine", address="host:1", expected_hash="hash")
+    reply = decode_reply(frames, peer="engine", address="host:1", expected_hash="hash", identity=NO_IDENTITY)
     assert reply.actor is None
     assert msgspec.to_builtins(reply.metadata) == msgspec.to_builtins(BUILTIN_METADATA)
 

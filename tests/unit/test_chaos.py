@@ -376,6 +376,8 @@ def worker(counts: dict[str, int], *peers: PeerRow) -> EngineReport:
         stopped=None,
         facts=EngineFacts(),
         counts=EngineCounts(**counts),
+        peers_by_state={},
+        leases_by_state={},
     )
     return EngineReport(address=Address("10.0.0.1", 5600), ranks=(RankReport(rank=(0, 0), rows=(row, *peers)),))
 

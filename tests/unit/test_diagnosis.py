@@ -63,6 +63,8 @@ def engine(name: str, *rows: Any, hash_: str = "h", counts: EngineCounts | None 
         stopped=None,
         facts=known,
         counts=counts or EngineCounts(),
+        peers_by_state={},
+        leases_by_state={},
     )
     said = Advertisement(compatibility_hash=hash_, metadata=None, actor=extension(), error=None)
     rank = RankReport(
@@ -210,23 +212,20 @@ def test_a_name_that_an_engine_advertises_and_nobody_knows() -> None:
     assert "VLLM_NIXL_SIDE_CHANNEL_HOST" in finding.advice
 
 
-def test_engines_that_do_not_fit_are_told_with_both_values() -> None:
-    first, second = pair(factors={"model": "gemma", "dtype": "float16"}, hash_="other")
-    (finding,) = found(first, second, check="fit")
-    assert finding.what == "model is gemma on pp and llama on d"
-    assert finding.level == "problem"
-    lenient = engine("d", options=FACTS.options | {"enforce_handshake_compat": "false"})
-    assert found(lenient, second, check="fit")[0].level == "warning"
-    assert "start both engines with the same model" in finding.advice
-    (finding,) = found(*pair(hash_="other"), check="fit")
-    assert finding.what == "compatibility hash other on pp, h on d"
+def test_of_a_builtin_engine_the_hash_is_compared() -> None:
+    decode, prefill = pair(hash_="other")
+    (rank,) = prefill.ranks
+    assert rank.advertisement is not None
+    builtin = replace(rank, advertisement=msgspec.structs.replace(rank.advertisement, actor=None))
+    (finding,) = found(decode, replace(prefill, ranks=(builtin,)), check="fit")
+    assert (finding.level, finding.what) == ("problem", "compatibility hash other on pp, h on d")
     assert "the hash covers vLLM version" in finding.advice
 
 
 def told(name: str, hash_: str, weights: str, scale: float = 1.0, *, order: str = "", **facts: Any) -> EngineReport:
     """An engine that tells what its KV is."""
-    layer = LayerIdentity(dtype="fp8", k_scales=(scale,), order=order)
-    identity = KvIdentity(factors={"model": name, "weights": weights}, layers={"layer": layer})
+    layer = LayerIdentity(dtype="fp8", k_scales=(scale,), order=order, content_bytes=(32,))
+    identity = KvIdentity(factors={"model": name, "weights": weights}, layers={"layer": layer}, group_tokens=(16,))
     report = engine(name, hash_=hash_, **facts)
     said = report.ranks[0].advertisement
     assert said is not None
@@ -250,6 +249,7 @@ def test_of_engines_that_tell_what_their_kv_is_that_counts_and_not_the_hash() ->
     assert found(d, told("pp", "other", "a", role="kv_producer"), check="fit") == []
     (finding,) = found(d, told("pp", "h", "b", role="kv_producer"), check="fit")
     assert (finding.level, finding.what) == ("problem", "model is pp on pp and d on d; weights is b on pp and a on d")
+    assert "start both engines with the same model" in finding.advice
     lenient = told("d", "h", "a", options=FACTS.options | {"enforce_handshake_compat": "false"})
     assert found(lenient, told("pp", "h", "b", role="kv_producer"), check="fit")[0].level == "warning"
     (finding,) = found(lenient, told("pp", "h", "a", 0.5, role="kv_producer"), check="fit")

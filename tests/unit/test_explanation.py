@@ -137,6 +137,8 @@ def engine_row(engine_id: str, **facts: Any) -> Said[EngineRow]:
         stopped=None,
         facts=EngineFacts(**facts),
         counts=EngineCounts(),
+        peers_by_state={},
+        leases_by_state={},
     )
     return Said(engine_id, 0, found)
 

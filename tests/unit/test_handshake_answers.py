@@ -14,19 +14,18 @@ from connector.layout.geometry import RankId
 from connector.protocol import PeerAddress
 from connector.runtime import handshake
 from connector.wire import control
-from connector.wire.handshake import ActorExtension, HandshakeError, HandshakeReply
+from connector.wire.handshake import HandshakeError, HandshakeReply
 from connector.wire.identity import NOT_PACKED
 from statemachine.failures import ControlLinkLost, Failure, HandshakeRefused
+from tests.rig.facts import NO_IDENTITY, facts
 
 PEER = PeerAddress(engine_id="p", host="host", port=1, tp_size=2, dcp_size=1, pp_size=1)
 
 
 def answer(tp_rank: int, life: str = "a" * 32) -> HandshakeReply:
-    facts = ActorExtension(
-        life=life, tp_size=2, dcp_size=1, pp_size=1, tp_rank=tp_rank, pp_rank=0, control_host="host", control_port=2
-    )
     metadata: Any = None
-    return HandshakeReply(metadata=metadata, actor=facts)
+    actor = facts(life=life, tp_size=2, tp_rank=tp_rank, control_host="host", control_port=2)
+    return HandshakeReply(metadata=metadata, actor=actor)
 
 
 @pytest.mark.parametrize("answered", [0, 1])
@@ -39,7 +38,8 @@ def test_an_answer_about_another_rank_than_was_asked_about_is_refused(
     monkeypatch.setattr(handshake, "_ask", ask)
     monkeypatch.setattr(handshake, "decode_reply", lambda *frames, **expected: answer(answered))
     context: Any = SimpleNamespace(
-        options=ConnectorOptions(), local=SimpleNamespace(compatibility_hash="x", identity=None, not_packed=NOT_PACKED)
+        options=ConnectorOptions(),
+        local=SimpleNamespace(compatibility_hash="x", identity=NO_IDENTITY, not_packed=NOT_PACKED),
     )
 
     async def exchange() -> HandshakeReply:

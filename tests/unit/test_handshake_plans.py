@@ -21,6 +21,7 @@ from connector.protocol import PeerAddress
 from connector.runtime import handshake
 from connector.wire.handshake import HandshakeError, HandshakeReply
 from connector.wire.metadata import AgentMetadata
+from tests.rig.facts import NO_IDENTITY
 from tests.rig.layouts import attention_rank, attention_shapes, plan_engine
 
 SHAPES = attention_shapes(layers=18, heads=8, head_bytes=8)
@@ -54,7 +55,7 @@ class Worker:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         layout = rank_of("decode", RankId(0, 0), 1, 1)
-        self.local = LocalRank(layout=layout, shapes=SHAPES, compatibility_hash="x")
+        self.local = LocalRank(layout=layout, shapes=SHAPES, compatibility_hash="x", identity=NO_IDENTITY)
         self.plans = PlanCache()
         self.calls: Counter[str] = Counter()
         for name in ("layout_in_steps", "plan_in_steps"):

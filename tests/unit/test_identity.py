@@ -7,7 +7,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from connector.wire.handshake import HandshakeError, decode_reply, encode_payload, encode_reply
+from connector.wire.handshake import HandshakeError, decode_reply, encode_reply
 from connector.wire.identity import (
     FACTORS_MAX,
     KvIdentity,
@@ -22,7 +22,7 @@ from tests.unit.test_wire_handshake import METADATA
 
 FACTORS = {"vllm_version": "1", "model": "/here", "revision": "none", "dtype": "float32", "weights": "3 tensors aa"}
 LAYER = LayerIdentity(dtype="fp8", order="vec", k_scales=(0.5,), v_scales=(0.25,), content_bytes=(32, 16))
-IDENTITY = KvIdentity(factors=FACTORS, layers={"layer": LAYER})
+IDENTITY = KvIdentity(factors=FACTORS, layers={"layer": LAYER}, group_tokens=(16,))
 
 
 def with_factors(**changes: str | None) -> KvIdentity:
@@ -35,14 +35,20 @@ def with_layer(**changes: Any) -> KvIdentity:
 
 
 def handshake(
-    theirs: KvIdentity | None, ours: KvIdentity | None = IDENTITY, *, hashes: tuple[str, str] = ("h", "h"), **more: Any
+    theirs: KvIdentity | None, ours: KvIdentity = IDENTITY, *, hashes: tuple[str, str] = ("h", "h"), **more: Any
 ) -> Incompatible | None:
-    """D's and P's hash; the failure, if D refuses."""
-    extension = msgspec.structs.replace(facts(), identity=theirs)
-    frames = encode_reply(encode_payload(hashes[1], encode_agent_metadata(METADATA), extension), 0.0)
+    """The failure, if D refuses. `theirs` None: P is a built-in engine. `hashes`: D's and P's."""
+    said = {"compatibility_hash": hashes[1], "agent_metadata_bytes": encode_agent_metadata(METADATA)}
+    actor = {} if theirs is None else {"actor": facts(identity=theirs)}
     expected = more.pop("expected_hash", hashes[0])
     try:
-        decode_reply(frames, peer="prefill", address="host:5600", expected_hash=expected, identity=ours)
+        decode_reply(
+            encode_reply(msgspec.msgpack.encode(said | actor), 0.0),
+            peer="prefill",
+            address="host:5600",
+            expected_hash=expected,
+            identity=ours,
+        )
     except HandshakeError as error:
         return cast(Incompatible, error.failure)
     return None
@@ -152,12 +158,6 @@ def test_what_bytes_mean_is_compared_whatever_is_enforced(
     assert (failure.field, failure.local, failure.remote) == (field, local, remote)
 
 
-def test_how_much_a_layer_keeps_is_compared_where_both_state_it() -> None:
-    older = with_layer(content_bytes=())
-    assert handshake(older) is None
-    assert handshake(IDENTITY, older) is None
-
-
 @pytest.mark.parametrize(
     ("changes", "field"),
     [({"dtype": "bfloat16"}, "KV cache dtype of layer"), ({"order": "amx"}, "order of elements in a block of layer")],
@@ -200,12 +200,12 @@ def test_factors_can_be_left_unenforced() -> None:
     assert handshake(with_factors(weights="another"), expected_hash=None, hashes=("h", "another")) is None
 
 
-def test_an_older_engine_is_compared_by_its_hash() -> None:
-    for ours, theirs in ((IDENTITY, None), (None, IDENTITY), (None, None)):
-        assert handshake(theirs, ours) is None
-        failure = handshake(theirs, ours, hashes=("h", "another"))
-        assert failure is not None
-        assert failure.field == "compatibility_hash"
+def test_a_builtin_engine_is_compared_by_its_hash() -> None:
+    assert handshake(None) is None
+    failure = handshake(None, hashes=("h", "another"))
+    assert failure is not None
+    assert failure.field == "compatibility_hash"
+    assert handshake(None, hashes=("h", "another"), expected_hash=None) is None
 
 
 def test_an_identity_takes_the_place_of_the_hash() -> None:
@@ -219,9 +219,10 @@ def test_an_identity_takes_the_place_of_the_hash() -> None:
         {"factors": {"name": "two\nlines"}},
         {"factors": {"name": 5}},
         {"factors": {f"n{index}": "v" for index in range(FACTORS_MAX + 1)}},
-        {"layers": {"layer": {"dtype": "fp8", "k_scales": [1.0] * 1025}}},
-        {"layers": {"layer": {"dtype": "fp8", "k_scales": ["1.0"]}}},
-        {"layers": {"layer": {"dtype": "fp8", "first_head": -1}}},
+        {"layers": {"layer": {"dtype": "fp8", "content_bytes": [], "k_scales": [1.0] * 1025}}},
+        {"layers": {"layer": {"dtype": "fp8", "content_bytes": [], "k_scales": ["1.0"]}}},
+        {"layers": {"layer": {"dtype": "fp8", "content_bytes": [], "first_head": -1}}},
+        {"layers": {"layer": {"dtype": "fp8"}}},
         {"layers": {"layer": {"dtype": "fp8", "content_bytes": [-1]}}},
         {"layers": {"layer": {"dtype": "fp8", "content_bytes": [1] * 65}}},
         {"layers": {"layer": {"dtype": "fp8", "content_bytes": [1.5]}}},

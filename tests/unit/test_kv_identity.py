@@ -87,7 +87,7 @@ def identity(
     specs = layer_specs(caches)
     shapes = layer_shapes(caches, config.model_config, tp_size, prefix_caching=False)
     shapes = as_stored(shapes, specs, config)
-    return kv_identity(config, "CPU_ATTN", specs, shapes, tp_rank=tp_rank, tp_size=tp_size)
+    return kv_identity(config, "CPU_ATTN", specs, shapes, tp_rank=tp_rank, tp_size=tp_size, groups=())
 
 
 def fields(ours: KvIdentity, theirs: KvIdentity) -> list[str]:
@@ -437,7 +437,7 @@ def of_an_indexer(config: VllmConfig, block_size: int = 64) -> KvIdentity:
     with set_current_vllm_config(config):
         layer = DeepseekV32IndexerCache(132, torch.uint8, "indexer.k_cache", config.cache_config)
     shapes = {layer.prefix: latent(layer.prefix, bytes_per_token=132)}
-    return kv_identity(config, "INDEXER", {layer.prefix: spec}, shapes, tp_rank=0, tp_size=1)
+    return kv_identity(config, "INDEXER", {layer.prefix: spec}, shapes, tp_rank=0, tp_size=1, groups=())
 
 
 def test_fp8_of_another_kind_in_an_indexer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

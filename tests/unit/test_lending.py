@@ -354,19 +354,17 @@ def leave(core: Lending, now_ns: int, grace_ns: int = 300) -> list[Effect]:
     return core.handle(Leave(reply_to=b"own", grace_ns=grace_ns), now_ns)
 
 
-def hear(core: Lending, now_ns: int, reply_to: bytes, *, hears_leaving: bool = True) -> list[Effect]:
+def hear(core: Lending, now_ns: int, reply_to: bytes) -> list[Effect]:
     """A decode rank asks for nothing; what comes beside the answer."""
-    asked = HoldAsked(
-        reply_to=reply_to, engine_id="d", rank=0, ranks=1, sent_ns=7, leases=(), hears_leaving=hears_leaving
-    )
+    asked = HoldAsked(reply_to=reply_to, engine_id="d", rank=0, ranks=1, sent_ns=7, leases=())
     answer, *further = core.handle(asked, now_ns)
     assert answer == AnswerHold(reply_to=reply_to, sent_ns=7, held=(), gone=())
     return further
 
 
-def test_those_who_understand_it_are_told_that_the_engine_leaves_and_nobody_else() -> None:
+def test_each_decode_rank_that_has_asked_is_told_once_that_the_engine_leaves() -> None:
     core = lent(A)
-    assert hear(core, 0, b"new") == hear(core, 0, b"old", hears_leaving=False) == hear(core, 1, b"new") == []
+    assert hear(core, 0, b"new") == hear(core, 1, b"new") == []
     assert leave(core, 10) == [TellLeaving(reply_to=b"new", grace_ns=300), AnswerLeave(reply_to=b"own", leases=1)]
     assert leave(core, 20, 9999) == [AnswerLeave(reply_to=b"own", leases=1)], "it leaves once"
     assert hear(core, 30, b"new") == [], "it was told"
@@ -426,7 +424,6 @@ def test_an_engine_that_ends_at_once_tells_whom_it_has_not_told_and_answers_nobo
     ends = Leave(reply_to=None, grace_ns=0)
     core = lent(A)
     hear(core, 0, b"new")
-    hear(core, 0, b"old", hears_leaving=False)
     assert core.handle(ends, 10) == [TellLeaving(reply_to=b"new", grace_ns=0)]
     assert core.handle(ends, 20) == []
     told = lent(A)

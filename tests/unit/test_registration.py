@@ -149,9 +149,14 @@ def test_a_peer_understands_what_we_advertise(config: VllmConfig) -> None:
     caches = cache_config(attention_spec())
     theirs = derive_registration(config, caches, allocate(caches))
     ours = _renamed(derive_registration(config, caches, allocate(caches)), "decode-engine")
-    payload = encode_payload(theirs.compatibility_hash, encode_agent_metadata(theirs.agent_metadata(b"agent")), facts())
+    agent_metadata = encode_agent_metadata(theirs.agent_metadata(b"agent"))
+    payload = encode_payload(theirs.compatibility_hash, agent_metadata, facts(identity=theirs.identity))
     reply = decode_reply(
-        encode_reply(payload, 1.0), peer="prefill-engine", address="h:1", expected_hash=ours.compatibility_hash
+        encode_reply(payload, 1.0),
+        peer="prefill-engine",
+        address="h:1",
+        expected_hash=ours.compatibility_hash,
+        identity=ours.identity,
     )
     assert layout_from_metadata(reply.metadata, rank=RankId(0, 0), tp_size=1, local=ours) == theirs.layout
     (plan,) = plan_engine(ours.layout, [theirs.layout]).reads

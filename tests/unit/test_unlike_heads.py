@@ -140,7 +140,6 @@ def test_what_an_engine_says_that_cannot_be_is_refused(
 ) -> None:
     own = Pair(config, monkeypatch, MIMO, TOKENS).rank(0, 1, "p").registration
     said = stated_by(own.identity)
-    assert said is not None
     false = Stated(**{"heads": said.heads, "group_tokens": said.group_tokens, **change})
     with pytest.raises(LayoutMismatch) as refused:
         layout_from_metadata(describe(own.layout, b"agent"), rank=RankId(0, 0), tp_size=1, local=own, stated=false)

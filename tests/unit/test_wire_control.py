@@ -102,7 +102,6 @@ def test_what_is_on_the_wire() -> None:
         "ranks": 2,
         "sent_ns": 5_000,
         "leases": leases,
-        "hears_leaving": False,
         "process": PROCESS,
     }
     assert _wire(LEAVING) == {"type": "leaving", "grace_ns": 4_000}
@@ -159,7 +158,6 @@ OUT_OF_BOUNDS: list[tuple[Any, dict[str, Any]]] = [
     (HOLD, {"ranks": 1.0}),
     (HOLD, {"sent_ns": -1}),
     (HOLD, {"sent_ns": NUMBER_MAX + 1}),
-    (HOLD, {"hears_leaving": 1}),
     (LEAVE, {"grace_ns": -1}),
     (LEAVE, {"grace_ns": None}),
     (LEAVING, {"grace_ns": NUMBER_MAX + 1}),
@@ -255,7 +253,7 @@ def test_a_field_that_is_there_twice_is_refused(message: Any, field: str, elemen
     assert _decoder(message)([over_and_over(message, field, [element], 1)])
 
 
-OPTIONAL = ("held", "gone", "hears_leaving", "process")
+OPTIONAL = ("held", "gone", "process")
 REQUIRED = [(message, field) for message in MESSAGES for field in _wire(message) if field not in OPTIONAL]
 
 
@@ -402,12 +400,7 @@ def test_any_value_in_any_field(message: Any, data: st.DataObject) -> None:
 
 # --- administration ---------------------------------------------------------------------------------------------------
 
-REPORT = DrainReport(state="draining", seconds=1.5, seconds_left=58.5, lent=3, not_lent=2)
-
-
-def test_a_version_that_says_nothing_of_it_does_not_hear_of_leaving() -> None:
-    older = {key: value for key, value in _wire(HOLD).items() if key != "hears_leaving"}
-    assert decode_request([msgspec.msgpack.encode(older)]) == HOLD
+REPORT = DrainReport(state="draining", seconds=1.5, seconds_left=58.5, lent=3, not_lent=2, answering=1)
 
 
 def test_what_an_engine_and_its_workers_tell_each_other() -> None:

@@ -42,7 +42,7 @@ from connector.wire.metadata import (
     encode_agent_metadata,
 )
 from statemachine.failures import HandshakeMalformed, HandshakeRefused, Incompatible, WrongEngine
-from tests.rig.facts import facts
+from tests.rig.facts import NO_IDENTITY, facts
 from tests.rig.layouts import attention_rank, latent_shapes, plan_engine
 from tests.unit.properties import on_any_machine
 from tests.unit.work import Work
@@ -72,7 +72,7 @@ def side(layers: int, *, block_bytes: int = 128, tp_rank: int = 1, tp_size: int 
         attention_backend="CPU_ATTN",
         groups=(CacheGroup(tokens_per_kernel_block=TOKENS, kernel_blocks_per_block=2),),
     )
-    return LocalRank(layout=layout, shapes=shapes, compatibility_hash="hash")
+    return LocalRank(layout=layout, shapes=shapes, compatibility_hash="hash", identity=NO_IDENTITY)
 
 
 SIDE = side(3)
@@ -92,7 +92,7 @@ def _reply(metadata: bytes | None = None, clock: float = 5.0) -> tuple[bytes, by
 
 
 def _decode(frames: Any, peer: str = "prefill", expected_hash: str | None = "hash") -> Any:
-    return decode_reply(frames, peer=peer, address="host:5600", expected_hash=expected_hash)
+    return decode_reply(frames, peer=peer, address="host:5600", expected_hash=expected_hash, identity=NO_IDENTITY)
 
 
 def _failure(frames: Any, peer: str = "prefill", expected_hash: str | None = "hash") -> Any:
@@ -155,7 +155,6 @@ class TestReply:
         reply = _decode(_reply())
         assert reply.metadata == METADATA
         assert reply.actor == ACTOR
-        assert reply.actor.version == 2
 
     @pytest.mark.parametrize("frames", [(), (b"",), (*_reply(), b""), (b"", b""), (b"\xff", _reply()[1])])
     def test_wrong_frames(self, frames: Any) -> None:
@@ -167,8 +166,9 @@ class TestReply:
         assert failure.detail.startswith("no rank 7\\n")
         assert len(failure.detail) <= ERROR_LENGTH_MAX
 
-    def test_hash_is_compared_before_the_metadata_is_decoded(self) -> None:
-        frames = _reply(metadata=b"\xc1 another version's")
+    def test_hash_of_a_builtin_engine_is_compared_before_the_metadata_is_decoded(self) -> None:
+        said = {"compatibility_hash": "hash", "agent_metadata_bytes": b"\xc1 another version's"}
+        frames = msgspec.msgpack.encode(said), b""
         failure = _failure(frames, expected_hash="ours")
         assert isinstance(failure, Incompatible)
         assert (failure.field, failure.local, failure.remote) == ("compatibility_hash", "ours", "hash")
@@ -194,8 +194,7 @@ class TestReply:
     @pytest.mark.parametrize(
         "changes",
         [
-            {"version": 1},
-            {"version": (1 << 16) + 1},
+            {"identity": None},
             {"life": "0" * 31},
             {"life": "G" * 32},
             {"life": "0" * 32 + "\n"},
@@ -267,9 +266,9 @@ class TestReply:
 
     def test_newer_extension_is_understood(self) -> None:
         payload = msgspec.msgpack.decode(_reply()[0])
-        payload["actor"] |= {"version": 3, "later": [1, 2, 3]}
+        payload["actor"] |= {"later": [1, 2, 3]}
         payload["another"] = {"x": None}
-        assert _decode((msgspec.msgpack.encode(payload), _reply()[1])).actor.version == 3
+        assert _decode((msgspec.msgpack.encode(payload), _reply()[1])).actor == ACTOR
 
     def test_deep_nesting_in_an_ignored_key(self) -> None:
         payload = b"\x81\xa1z" + b"\x91" * 1_000_000 + b"\xc0"
@@ -487,9 +486,15 @@ def largest() -> int:
     """Bytes that are taken to decode the reply of an engine with as many regions and layers as there may be."""
     many = side(REGIONS_MAX)
     name = "language_model.model.layers.{}.self_attn.attn".format
-    layer = LayerIdentity(dtype="fp8_e4m3", order="K and V in slots of their own", k_scales=(0.1,), v_scales=(0.1,))
+    layer = LayerIdentity(
+        dtype="fp8_e4m3",
+        order="K and V in slots of their own",
+        k_scales=(0.1,),
+        v_scales=(0.1,),
+        content_bytes=(128, 128),
+    )
     layers = {name(number): layer for number in range(LAYERS_MAX)}
-    identity = KvIdentity(factors={"model": "m" * 256}, layers=layers)
+    identity = KvIdentity(factors={"model": "m" * 256}, layers=layers, group_tokens=(TOKENS,))
     metadata = msgspec.structs.replace(
         describe(many.layout, bytes(1 << 20)),
         region_names=list(layers),

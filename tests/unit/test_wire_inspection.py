@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from connector.wire.bounded import DecodeFailed
 from connector.wire.control import decode_request, encode_request
-from connector.wire.handshake import ActorExtension
 from connector.wire.inspection import (
     ANSWER_BYTES_MAX,
     ENTRIES_MAX,
@@ -36,7 +35,6 @@ from connector.wire.inspection import (
     texts,
 )
 from statemachine.trace import TransitionRecord
-from tests.rig.facts import facts
 from tests.unit.properties import on_any_machine
 
 QUESTION = Inspect(number=3, what="requests", match="abc", first=256)
@@ -161,36 +159,13 @@ def engine_row(counts: EngineCounts) -> EngineRow:
     )
 
 
-def test_counts_of_an_engine_of_version_0_1_are_read_and_what_it_does_not_count_is_none() -> None:
-    """It left out what was 0 in part, and counted by states beside."""
-    row = msgspec.to_builtins(engine_row(EngineCounts()))
-    del row["peers_by_state"], row["leases_by_state"]
-    row["counts"] = {"leases": 3, "leases held": 3, "lent blocks": 12, "NIXL lag seconds": 40, "added later": 1}
+def test_counts_that_a_tool_does_not_know_are_ignored_and_what_is_not_counted_is_none() -> None:
+    counts = EngineCounts(leases=3, lent_blocks=12, nixl_lag_seconds=40)
+    assert answer([engine_row(counts)]).rows == (engine_row(counts),)
+    row = msgspec.to_builtins(engine_row(counts))
+    row["counts"] = {"leases": 3, "lent_blocks": 12, "nixl_lag_seconds": 40, "added_later": 1}
     message = {"type": "inspected", "number": 1, "what": "engine", "wall": 0.0, "total": 1, "next": None, "rows": [row]}
-    (found,) = decode_inspected([msgspec.msgpack.encode(message)]).rows
-    assert isinstance(found, EngineRow)
-    assert found.counts == EngineCounts(leases=3, lent_blocks=12, nixl_lag_seconds=40)
-    assert found.peers_by_state == found.leases_by_state == {}
-
-
-def test_a_tool_of_version_0_1_finds_the_counts_of_an_engine_under_their_words() -> None:
-    """It takes all of them for numbers."""
-
-    class OlderRow(msgspec.Struct, tag="EngineRow"):
-        counts: dict[str, int]
-
-    row = engine_row(EngineCounts(quarantined_blocks=5, late_releases=7, nixl_lag_seconds=40, local_prefills=9))
-    assert answer([row]).rows == (row,)
-    found = msgspec.convert(msgspec.to_builtins(row), OlderRow).counts
-    assert found == msgspec.msgpack.decode(msgspec.msgpack.encode(row), type=OlderRow).counts
-    words = (
-        *("peers", "requests", "claims", "quarantined requests", "quarantined blocks", "leases", "lent blocks"),
-        *("commands that wait for the device", "reads in flight", "read handles", "NIXL lag seconds", "remote agents"),
-        *("local descriptor lists", "remote descriptor lists", "local prefills", "late releases"),
-        "notifications dropped",
-    )
-    said = {"quarantined blocks": 5, "late releases": 7, "NIXL lag seconds": 40, "local prefills": 9}
-    assert found == dict.fromkeys(words, 0) | said
+    assert decode_inspected([msgspec.msgpack.encode(message)]).rows == (engine_row(counts),)
 
 
 def test_texts_are_cut_and_fit_for_a_terminal() -> None:
@@ -199,12 +174,6 @@ def test_texts_are_cut_and_fit_for_a_terminal() -> None:
     many = texts({f"{number:05}": "\x00" * 10_000 for number in range(1000)})
     assert len(many) == ENTRIES_MAX
     assert all(len(value) <= TEXT_LENGTH_MAX for value in many.values())
-
-
-def test_an_engine_that_answers_no_questions_says_nothing_of_them() -> None:
-    """Those of versions before it: the handshake has no such field."""
-    older = {name: value for name, value in msgspec.to_builtins(facts()).items() if name != "inspection"}
-    assert msgspec.convert(older, ActorExtension).inspection == 0
 
 
 @on_any_machine

@@ -1,8 +1,8 @@
 """Engines of neighbouring versions understand each other: what version 0.1 sends is read as it was meant, and what is
 sent now has in it all that version 0.1 reads.
 
-tests/unit/wire_0_1.txt has the messages of version 0.1 as bytes, one in each line. A line that stands is never changed:
-engines of that version are in use. Fields may be added, with a default that says what silence means; none is removed,
+tests/unit/wire_0_1.txt has the messages of version 0.1 as bytes, one in each line. Once that version is released, a
+line that stands is never changed. Fields may be added, with a default that says what silence means; none is removed,
 renamed, or given another meaning. A new message is sent only to who has said that it understands it. See
 docs/operations/operating.md, "Versions side by side". `python -m tests.unit.test_wire_versions` prints the lines of
 messages that have none yet.
@@ -40,6 +40,7 @@ ADDED = {"added_by_a_later_version": [1, {"x": "y"}]}
 LEASE = LeaseName("p-1", 7)
 KEYS = parse_keys("k1 " + "ab" * 32)
 PROMPT = [1, 2, 3, 50_000]
+PROCESS = "cd" * 16
 
 METADATA = AgentMetadata(
     engine_id="p",
@@ -64,7 +65,14 @@ IDENTITY = KvIdentity(
     factors={"vllm_version": "0.32.0", "weights": "3 tensors aa"},
     layers={
         "layers.0": LayerIdentity(
-            dtype="fp8", fp8="FNUZ", order="vec", k_scales=(0.5,), v_scales=(0.25,), first_head=2, heads=2
+            dtype="fp8",
+            fp8="FNUZ",
+            order="vec",
+            k_scales=(0.5,),
+            v_scales=(0.25,),
+            first_head=2,
+            heads=2,
+            content_bytes=(32, 16),
         )
     },
     group_tokens=(16,),
@@ -127,10 +135,12 @@ MESSAGES = {
         _advertisement,
     ),
     "hold": _control(
-        control.Hold(engine_id="d", rank=1, ranks=2, sent_ns=5, leases=(LEASE,), hears_leaving=True),
+        control.Hold(engine_id="d", rank=1, ranks=2, sent_ns=5, leases=(LEASE,), process=PROCESS),
         control.decode_request,
     ),
-    "release": _control(control.Release(engine_id="d", rank=1, ranks=2, leases=(LEASE,)), control.decode_request),
+    "release": _control(
+        control.Release(engine_id="d", rank=1, ranks=2, leases=(LEASE,), process=PROCESS), control.decode_request
+    ),
     "ask sums": _control(control.AskSums(lease=LEASE, part=1), control.decode_request),
     "inspect": _control(
         inspection.Inspect(number=3, what="requests", match="a", first=4, rows=5), control.decode_request
@@ -155,7 +165,7 @@ MESSAGES = {
         control.LeaseSums(blocks=(b"\1\0\0\0",), sums=b"\2" * 8), control.encode_sums, control.decode_sums
     ),
     "drain report": Message(
-        administration.DrainReport(state="drained", seconds=1.5, seconds_left=2.5, lent=3, not_lent=4),
+        administration.DrainReport(state="drained", seconds=1.5, seconds_left=2.5, lent=3, not_lent=4, answering=5),
         administration.encode_report,
         lambda frame: administration.decode_report((frame, b"")),
     ),

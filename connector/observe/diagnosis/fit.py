@@ -11,7 +11,7 @@ from connector.observe.diagnosis.finding import UNSET, Finding, Level, facts_of,
 from connector.observe.durations import duration
 from connector.observe.live import EngineReport, Survey
 from connector.wire.handshake import SAME_HASH, incompatibilities
-from connector.wire.identity import NOT_PACKED, Difference, differing_factors
+from connector.wire.identity import NOT_PACKED, Difference
 
 _OPTIONS_ALIKE: dict[str, Level] = {"kv_lease_duration": "problem", "bidirectional_kv_xfer": "warning"}
 CLOCK_SECONDS = 1.0
@@ -44,9 +44,9 @@ def _unlike(prefill: EngineReport, decode: EngineReport) -> _Unlike:
     theirs = [rank.advertisement for rank in prefill.ranks if rank.advertisement is not None]
     ours = decode.ranks[0].advertisement
     assert ours is not None
-    here = ours.actor.identity if ours.actor is not None else None
-    there = [said.actor.identity for said in theirs if said.actor is not None and said.actor.identity is not None]
-    if here is not None and there:
+    there = [said.actor.identity for said in theirs if said.actor is not None]
+    if ours.actor is not None and there:
+        here = ours.actor.identity
         facts_here = first_facts(decode)
         why = "" if facts_here is not None and facts_here.packs else NOT_PACKED
         found = [each for one in there for each in incompatibilities(here, one, enforce_factors=True, not_packed=why)]
@@ -54,10 +54,8 @@ def _unlike(prefill: EngineReport, decode: EngineReport) -> _Unlike:
         return _Unlike(_named(found, pair), found[0].advice if found else "", refused)
     if theirs[0].compatibility_hash == ours.compatibility_hash:
         return _Unlike([])
-    facts = (first_facts(decode), first_facts(prefill))
-    known = differing_factors(facts[0].factors, facts[1].factors) if facts[0] and facts[1] else []
     values = f"compatibility hash {theirs[0].compatibility_hash} on {pair[0]}, {ours.compatibility_hash} on {pair[1]}"
-    return _Unlike(_named(known, pair), known[0].advice) if known else _Unlike([values], SAME_HASH)
+    return _Unlike([values], SAME_HASH)
 
 
 def _named(found: Sequence[Difference], pair: tuple[str, str]) -> list[str]:

@@ -46,7 +46,7 @@ from connector.worker.finishing import Finishing, run_at_once
 from connector.worker.landing import LandedBlocks
 from connector.worker.ledger import TransferLedger
 from statemachine.draining import State
-from tests.rig.facts import LEAVE_SECRET, payload_of
+from tests.rig.facts import LEAVE_SECRET, NO_IDENTITY, payload_of
 from tests.rig.layouts import attention_rank, attention_shapes
 from tests.simulation.crashes.points import OWNER, Door, Points, guarded
 from tests.simulation.fake_network import FakeNetwork, FakeSideChannel
@@ -223,7 +223,7 @@ class Rank:
         self.layout = layout = attention_rank(
             name, SHAPES, address=address, blocks=BLOCKS, tokens=TOKENS, tp_rank=number, tp_size=shape.ranks
         )
-        local = LocalRank(layout=layout, shapes=SHAPES, compatibility_hash="same")
+        local = LocalRank(layout=layout, shapes=SHAPES, compatibility_hash="same", identity=NO_IDENTITY)
         channel = FakeSideChannel(network, self.host)
         self.control = channel.listen(self.host, 0, frame_bytes_max=REQUEST_BYTES_MAX)
         self.worker = worker = HostedWorker(options, clock, self.memory, layout, points, owner)

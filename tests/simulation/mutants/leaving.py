@@ -74,16 +74,10 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        name="a word to everybody",
-        broken="decode engines that do not understand it are told that the engine leaves",
-        changes=(Edit(Lending._hold, "if asked.hears_leaving:", "if True:"),),
-        place=ByTest(LENDING + "::test_those_who_understand_it_are_told_that_the_engine_leaves_and_nobody_else"),
-    ),
-    Mutant(
         name="who comes later is not told",
         broken="a decode engine that meets one which leaves takes its end for a failure",
         changes=(Edit(Lending._note_hearer, "is_new and self._leaves_ns is not None", "False"),),
-        place=ByTest(LENDING + "::test_those_who_understand_it_are_told_that_the_engine_leaves_and_nobody_else"),
+        place=ByTest(LENDING + "::test_each_decode_rank_that_has_asked_is_told_once_that_the_engine_leaves"),
     ),
     Mutant(
         name="D ignores Leaving",
