@@ -19,8 +19,11 @@ failed(Quarantined): the client gets its answer, the blocks do not return to the
 Reads are numbered 0..n-1 within one attempt. All n count as in flight from the moment they are ordered. One that is
 never posted, because the request had failed by then, is quiescent without having run.
 
-Where checksums are compared, a READ whose bytes are not those that P has lent has failed (`Corrupt`), and is not tried
-again: what corrupts data may do so once more, unseen. So `done` needs both, equal checksums and the proof.
+Checks. What READs leave may have to be checked (`PeerReady.are_checked`); how, nothing here knows. A READ that has
+completed is then awaited until it is known whether its bytes are those that P has lent. It is not in flight meanwhile:
+whatever ends the request waits for no check, and where all bytes are here a connection that is lost means nothing. If
+they are others the READ has failed, and is not tried again: what corrupts data may do so once more, unseen. So `done`
+needs both, every check and the proof.
 
 The proof. `proven_until_ns` is the instant, on this process's clock, up to which P is known to keep the blocks
 (`hold.py`). It need not be known when a READ starts: a READ never waits for it. It must reach the end of the last READ
@@ -68,6 +71,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         peer: engine id of the prefill engine.
         connection: number of the connection that the READs of this attempt stand on.
         in_flight: the READs that are not quiescent.
+        unchecked: while it reads, the READs that are to be checked and were not yet.
         ending, failure: how a draining request will end, and how a failed or expired one ended.
         is_retryable: draining may lead back to pending_handshake.
         last_completed_ns: when the last READ of this attempt so far had all its bytes here.
@@ -81,21 +85,29 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     state: State = State.PENDING_HANDSHAKE
     connection: int = 0
     in_flight: frozenset[int] = frozenset()
+    unchecked: frozenset[int] = frozenset()
     ending: State | None = None
     failure: Failure | None = None
     is_retryable: bool = False
     last_completed_ns: int = 0
     age_ns: int = 0
 
+    @property
+    def awaited(self) -> frozenset[int]:
+        """The READs that are not over, or not checked."""
+        return self.in_flight | self.unchecked
+
 
 # --- events ---------------------------------------------------------------------------------------------------------
 
 
 class PeerReady(Event, frozen=True, kw_only=True):
-    """The peer can be read from, over this connection; `reads` READs are needed."""
+    """The peer can be read from, over this connection; `reads` READs are needed, and what they leave may have to be
+    checked."""
 
     connection: int
     reads: int
+    are_checked: bool = False
 
 
 class PeerFailed(Event, frozen=True, kw_only=True):
@@ -111,16 +123,23 @@ class ParamsRejected(Event, frozen=True, kw_only=True):
 
 
 class ReadCompleted(Event, frozen=True, kw_only=True):
-    """All bytes of one READ are here, and where that is verified they are those that were lent. P is known to have kept
-    the blocks until `proven_until_ns`."""
+    """All bytes of one READ are here. P is known to have kept the blocks until `proven_until_ns`."""
 
     read: int
     completed_ns: int
     proven_until_ns: int
 
 
+class ReadChecked(Event, frozen=True, kw_only=True):
+    """What one READ has left is what P has lent. P is known to have kept the blocks until `proven_until_ns`."""
+
+    read: int
+    proven_until_ns: int
+
+
 class ReadFailed(Event, frozen=True, kw_only=True):
-    """One READ ended with an error. Unless it is quiescent, parts of it may still be in flight."""
+    """One READ ended with an error, or did not pass its check. Unless it is quiescent, parts of it may still be in
+    flight."""
 
     read: int
     failure: Failure
@@ -186,6 +205,12 @@ class PostReads(Effect, frozen=True, kw_only=True):
     """Post READs 0..n-1 of this attempt."""
 
 
+class CheckRead(Effect, frozen=True, kw_only=True):
+    """Find out whether what this READ has left is what P has lent."""
+
+    read: int
+
+
 class AskForProof(Effect, frozen=True, kw_only=True):
     """Ask P now whether it still keeps the blocks; bound the wait for its answer."""
 
@@ -233,8 +258,13 @@ def _timed_out(request: Request, event: DeadlinePassed) -> DeadlineExceeded:
 def _on_peer_ready(request: Request, event: PeerReady) -> tuple[Request, Effects]:
     if event.reads == 0:
         return _finish(request)  # nothing came from P, so there is nothing to prove
+    reads = frozenset(range(event.reads))
     reading = msgspec.structs.replace(
-        request, state=State.READING, connection=event.connection, in_flight=frozenset(range(event.reads))
+        request,
+        state=State.READING,
+        connection=event.connection,
+        in_flight=reads,
+        unchecked=reads if event.are_checked else frozenset(),
     )
     return reading, (PostReads(),)
 
@@ -262,9 +292,21 @@ def _without(request: Request, read: int) -> Request:
 def _complete(request: Request, event: ReadCompleted) -> tuple[Request, Effects]:
     last_completed_ns = max(request.last_completed_ns, event.completed_ns)
     request = msgspec.structs.replace(_without(request, event.read), last_completed_ns=last_completed_ns)
-    if request.in_flight:
+    if event.read in request.unchecked:
+        return request, (CheckRead(read=event.read),)
+    return _look_at_proof(request, event.proven_until_ns)
+
+
+def _check(request: Request, event: ReadChecked) -> tuple[Request, Effects]:
+    request = msgspec.structs.replace(request, unchecked=request.unchecked - {event.read})
+    return _look_at_proof(request, event.proven_until_ns)
+
+
+def _look_at_proof(request: Request, proven_until_ns: int) -> tuple[Request, Effects]:
+    """One READ less is awaited."""
+    if request.awaited:
         return request, NO_EFFECTS
-    if last_completed_ns <= event.proven_until_ns:
+    if request.last_completed_ns <= proven_until_ns:
         return _finish(request)
     return msgspec.structs.replace(request, state=State.PROVING), (AskForProof(),)
 
@@ -286,6 +328,7 @@ def _drain(request: Request, ending: State, failure: Failure, *, is_retryable: b
     draining = msgspec.structs.replace(
         request,
         state=State.DRAINING,
+        unchecked=frozenset(),
         ending=ending,
         failure=failure,
         is_retryable=is_retryable and request.retries_left > 0,
@@ -300,6 +343,8 @@ def _fail_reading(request: Request, event: ReadFailed) -> tuple[Request, Effects
 
 
 def _lose_peer(request: Request, event: PeerLost) -> tuple[Request, Effects]:
+    if not request.in_flight:
+        return request, NO_EFFECTS  # its bytes are here, and are being checked
     return _drain(request, State.FAILED, event.failure, is_retryable=True)
 
 
@@ -375,6 +420,7 @@ MACHINE: Machine[Request, Effects] = Machine(
         PeerFailed,
         ParamsRejected,
         ReadCompleted,
+        ReadChecked,
         ReadFailed,
         ReadQuiesced,
         LeaseProven,
@@ -395,12 +441,13 @@ MACHINE: Machine[Request, Effects] = Machine(
         (_PENDING, Aborted): to(_abort, _FAILED),
         (_PENDING, ShellFailed): to(_fail, _FAILED),
         (_READING, ReadCompleted): to(_complete, _READING, _PROVING, _DONE),
+        (_READING, ReadChecked): to(_check, _READING, _PROVING, _DONE),
         (_READING, ReadFailed): to(_fail_reading, _DRAINING, _PENDING, _FAILED),
-        (_READING, PeerLost): to(_lose_peer, _DRAINING),
-        (_READING, LeaseGone): to(_lose_lease, _DRAINING),
-        (_READING, DeadlinePassed): to(_time_out_reading, _DRAINING),
-        (_READING, Aborted): to(_abort_reading, _DRAINING),
-        (_READING, ShellFailed): to(_crash_reading, _DRAINING),
+        (_READING, PeerLost): to(_lose_peer, _READING, _DRAINING),
+        (_READING, LeaseGone): to(_lose_lease, _DRAINING, _EXPIRED),
+        (_READING, DeadlinePassed): to(_time_out_reading, _DRAINING, _EXPIRED),
+        (_READING, Aborted): to(_abort_reading, _DRAINING, _FAILED),
+        (_READING, ShellFailed): to(_crash_reading, _DRAINING, _FAILED),
         (_PROVING, LeaseProven): to(_prove, _PROVING, _DONE),
         (_PROVING, LeaseGone): to(_expire, _EXPIRED),
         (_PROVING, ProofTimeout): to(_give_up_proof, _EXPIRED),
@@ -428,6 +475,7 @@ MACHINE: Machine[Request, Effects] = Machine(
     impossible={
         **pairs((_PENDING,), (ReadCompleted, ReadFailed, ReadQuiesced), "no READ is ordered before the peer is ready"),
         **pairs((_PROVING,), (ReadCompleted, ReadFailed, ReadQuiesced), "every READ has completed"),
+        **pairs((_PENDING, _PROVING, _DRAINING), (ReadChecked,), "only what counts is checked"),
         **pairs(
             (_READING,), (ReadQuiesced,), "only a READ that failed or was not posted becomes quiescent in this way"
         ),

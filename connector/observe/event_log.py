@@ -256,7 +256,7 @@ def describe_wait(waiting: remote_engine.RequestView, peer_state: peer.State) ->
         return "for the handshake with that engine"
     value = waiting.value
     failure = value.failure.kind if value.failure is not None else "a failure"
-    return _WAITS[waiting.waits_for].format(peer=peer_state.value, reads=len(value.in_flight), failure=failure)
+    return _WAITS[waiting.waits_for].format(peer=peer_state.value, reads=len(value.awaited), failure=failure)
 
 
 def _writer(engine_id: str, rank: int) -> str:

@@ -12,7 +12,6 @@ block_tables   from block tables to the descriptors of READs
 reads          READs and remote agents of all of them: what stands in front of the NIXL port
 held_commands  READs that wait for the device, and what must not overtake them
 verification   checksums of lent blocks (option `verify`): asked for, made, compared
-verifier       between the end of a READ and the core: are its bytes those that were lent?
 wait_notices   says in the log which requests wait for long, and for what
 introducer     executor of `Introductions`: engines that are met before a request needs them
 lease_keeper   executor of `Lending`: what this rank lends, and its control socket

@@ -14,12 +14,12 @@ import numpy as np
 from connector.layout.blocks import GroupBlocks, GroupPair
 from connector.layout.geometry import BlockIdError
 from connector.layout.plan import EnginePlan
-from connector.layout.verification import Compared, Match, compared
+from connector.layout.verification import compared
 from connector.ports.nixl import DescriptorIds
 from connector.protocol import GroupPull, Landed, Memory, StartPull
 from connector.runtime.handshake import ReadSource
 from connector.runtime.reads import DESCRIPTORS_PER_TURN
-from connector.runtime.verification import KnownSums
+from connector.runtime.verification import Check, KnownSums
 
 
 class Read(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -28,15 +28,6 @@ class Read(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     source: int
     local_ids: DescriptorIds
     remote_ids: DescriptorIds
-
-
-class Check(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """How one READ is compared with the checksums of the rank that it reads from."""
-
-    compared: Compared
-    known: KnownSums
-    match: Match
-    regions: tuple[str, ...]
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True, eq=False):

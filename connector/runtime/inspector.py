@@ -361,7 +361,7 @@ class Inspector:
             until_seconds=self._left(view.until_ns),
             queue_position=position,
             blocks=blocks,
-            reads=len(value.in_flight),
+            reads=len(value.awaited),
             bytes=length_bytes,
             proven_seconds=self._proven(actor.core.view_claim(value.lease)),
             retries_left=value.retries_left,

@@ -10,7 +10,7 @@ carried out in order. What is told while the actor is at work waits in its inbox
 (handshakes, links, notifications, tearing down) runs in child tasks (`connector/runtime/connections.py`), which end by
 telling an event. The actor's own task sleeps until the core's next deadline. What follows from what is in
 `statemachine/remote_engine/`. With the option `verify` blocks are resolved when P has said the checksums of the lease
-(`_resolve_blocks`), and between the end of a READ and the core stands the `Verifier`.
+(`_resolve_blocks`), and a READ is checked by having the engine thread sum what it has left (`_check_read`).
 
 A mistake that raises while an effect is carried out costs that effect; the others are still carried out. Then the
 actor crashes, in its own task, and not whoever told it something: the supervisor lets it `recover`, which tells the
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -39,14 +39,14 @@ from connector.protocol import (
     QuarantineLifted,
     ReceiveEnded,
     StartPull,
+    SumsFound,
     TrackLease,
 )
 from connector.runtime.block_tables import Resolved, checks, resolve
 from connector.runtime.connections import Connections
 from connector.runtime.context import ActorContext, engine_limits
 from connector.runtime.reads import ReadOrder
-from connector.runtime.verification import KnownSums, SumsOfPeer
-from connector.runtime.verifier import Verifier
+from connector.runtime.verification import KnownSums, SumsOfPeer, failure_of, stretches
 from connector.runtime.wait_notices import WaitNotices
 from connector.wire.bounded import DecodeFailed
 from connector.wire.notifications import encode_heartbeats, encode_release
@@ -68,6 +68,8 @@ class _Pull:
     resolved: Resolved | None = None
     bytes: int | None = None
     descriptors: int | None = None
+    tickets: list[int] = field(default_factory=list)
+    """Of the sums that were ordered of what its READs have left."""
     quarantined_ns: int | None = None
     """When the request ended while READs might still write into its blocks."""
 
@@ -105,7 +107,6 @@ class PeerActor:
             self._notices = WaitNotices(
                 context.event_log, self.core, says_who_is_queued=local.tp_rank == 0, name=self._named
             )
-        self._verifier = Verifier(context.sums, self.core, self.tell)
         self._inbox: deque[Event | PullCommand] = deque()
         self._commands_waiting = 0  # of those in the inbox
         self._pulls: dict[str, _Pull] = {}
@@ -132,6 +133,7 @@ class PeerActor:
             core.StartHandshake: self._start_handshake,
             core.ResolveBlocks: self._resolve_blocks,
             core.PostReads: self._post_reads,
+            core.CheckRead: self._check_read,
             core.TearDown: self._tear_down,
             core.SendHold: self._send_hold,
             core.SendRelease: self._send_release,
@@ -220,8 +222,6 @@ class PeerActor:
                 if self._notices is not None:
                     self._notices.write(self._context.clock.now_ns())
                 self._carry_out(self.core.advance(self._context.clock.now_ns()))
-                if self._verifier.unverified:
-                    self._verifier.tell_what_nobody_wants()
                 self._hear_all()
             was_connected, self._was_connected = self._was_connected, self.core.is_connected
             if was_connected and not self._was_connected:
@@ -355,8 +355,6 @@ class PeerActor:
 
     def _feed(self, event: Event) -> None:
         self._carry_out(self.core.handle(event, self._context.clock.now_ns()))
-        if self._verifier.unverified:
-            self._verifier.tell_what_nobody_wants()
 
     def _start_handshake(self, effect: core.StartHandshake) -> None:
         assert isinstance(effect.address, PeerAddress)
@@ -403,7 +401,10 @@ class PeerActor:
             return core.BlocksRejected(request_id=effect.request_id, failure=failure)
         pull.resolved, pull.bytes, pull.descriptors = resolved, None, None
         return core.BlocksResolved(
-            request_id=effect.request_id, connection=effect.connection, reads=len(resolved.reads)
+            request_id=effect.request_id,
+            connection=effect.connection,
+            reads=len(resolved.reads),
+            are_checked=bool(resolved.checks),
         )
 
     def _post_reads(self, effect: core.PostReads) -> None:
@@ -433,11 +434,23 @@ class PeerActor:
         if pull is not None and event is not None and ended.failure is None:
             pull.bytes = (pull.bytes or 0) + event.bytes
             pull.descriptors = (pull.descriptors or 0) + event.descriptors
-        is_here = ended.failure is None and ended.was_wanted and self.core.is_reading(ended.request_id)
-        if pull is None or pull.resolved is None or not pull.resolved.checks or not is_here:
-            self.tell(ended)
-            return
-        self._verifier.verify(ended, pull.resolved.checks[ended.read], pull.command.lease)
+        self.tell(ended)
+
+    def _check_read(self, effect: core.CheckRead) -> None:
+        pull = self._pulls[effect.request_id]
+        assert pull.resolved is not None
+        check, lease = pull.resolved.checks[effect.read], pull.command.lease
+
+        def compare(found: SumsFound) -> None:
+            address = str(self.core.address)
+            failure = failure_of(check, found, peer=self.core.engine_id, address=address, lease=lease)
+            self.tell(
+                core.ReadChecked(
+                    request_id=effect.request_id, read=effect.read, connection=effect.connection, failure=failure
+                )
+            )
+
+        pull.tickets.append(self._context.sums.order(stretches(check.compared.landed), compare))
 
     def _tear_down(self, effect: core.TearDown) -> None:
         self._connections.take_back(effect.connection, effect.failure)
@@ -475,6 +488,8 @@ class PeerActor:
             )
         )
         # The engine first: nobody repeats the report if a mistake raises in what follows.
+        for ticket in pull.tickets:
+            self._context.sums.withdraw(ticket)
         if effect.is_quarantined:
             pull.quarantined_ns = self._context.clock.now_ns()
             self._tell_roster(roster.QuarantineBegan(key=self._key, request_id=request_id, blocks=pull.blocks))

@@ -3,10 +3,11 @@
     before the READs    D asks each rank of P that it reads from for the checksums of the lease. P has made them when
                         the prompt was computed, and before anybody could read
     a READ has ended    the engine thread sums the blocks that it has filled, of which there is a checksum
-    they are compared   the core hears of the READ's end: as completed if they are equal, else as failed (`Corrupt`)
+    they are compared   the core, which has asked for that (`CheckRead`), hears whether they are equal, or else why not
+                        (`Corrupt`)
 
-So a READ completes, for the core, when its bytes are here and are those that were lent, and a request cannot be done
-before. It waits for P's checksums in pending_handshake, where its deadline bounds the wait, and nothing is in flight.
+A request waits for P's checksums in pending_handshake, and for ours in reading. Its deadline bounds either wait, and
+nothing is in flight then. When what is a rule of the core: this module only asks, sums and compares.
 
 Questions and answers travel over the link to the control socket, in parts (`connector.wire.control`). Either may be
 lost; a question is repeated until it is answered, or nobody waits for the answer.
@@ -25,7 +26,7 @@ from connector.ports.nixl import MemoryRun
 from connector.protocol import Stretch, SumsFound, SumsWanted, WorkerEvent
 from connector.wire.bounded import DecodeFailed
 from connector.wire.control import AskSums, LeaseSums, Sums, decode_sums
-from statemachine.failures import Corrupt
+from statemachine.failures import ActorCrashed, Corrupt, Failure
 from statemachine.lease import LeaseName
 
 ASKED_AGAIN_SECONDS = 0.01, 0.5
@@ -37,6 +38,16 @@ class KnownSums(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     blocks: tuple[Numbers, ...]
     sums: tuple[Numbers, ...]
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """How one READ is compared with the checksums of the rank that it reads from."""
+
+    compared: Compared
+    known: KnownSums
+    match: Match
+    regions: tuple[str, ...]
+    """Names of P's regions."""
 
 
 def known_sums(sent: LeaseSums, matched: Match) -> KnownSums:
@@ -107,16 +118,21 @@ def difference(compared: Compared, found: Numbers, known: KnownSums, matched: Ma
     )
 
 
-def corrupt(found: Difference, *, peer: str, address: str, lease: LeaseName, regions: Sequence[str]) -> Corrupt:
-    """`regions`: names of P's regions."""
+def failure_of(check: Check, found: SumsFound, *, peer: str, address: str, lease: LeaseName) -> Failure | None:
+    """Why what a READ has left does not pass; None: it is what was lent. `found`: sums of `check.compared.landed`."""
+    if found.error is not None:
+        return ActorCrashed(actor="checksums", error=found.error)
+    differs = difference(check.compared, found.sums, check.known, check.match)
+    if differs is None:
+        return None
     return Corrupt(
         peer=peer,
         address=address,
         remote_request_id=lease.request_id,
-        region=regions[found.region],
-        block=found.block,
-        differing=found.differing,
-        compared=found.compared,
+        region=check.regions[differs.region],
+        block=differs.block,
+        differing=differs.differing,
+        compared=differs.compared,
     )
 
 

@@ -26,6 +26,8 @@ Rules that are nobody's machine:
   be over. A lease that was released here is consumed: who names it again is refused.
 * A READ that failed may go on in part. It counts as quiescent when NIXL has shown that it is over, or when its
   connection has been torn down and the grace of the back end has passed.
+* What a READ has left may have to be checked; how, the core does not know. The READ is over all the same: its
+  connection waits for no check, and a check that is answered after its request, or that attempt, has ended is nobody's.
 * A request that is quarantined makes its connection suspect, as a lost transport does: nothing more is read over it.
 * An engine that answers nothing of what is asked for the length of a lease makes its connection suspect: none of its
   leases has been renewed, and a READ that waits for it would be waited for until its deadline.
@@ -61,6 +63,7 @@ from statemachine.remote_engine.messages import (
     Announced,
     BlocksRejected,
     BlocksResolved,
+    CheckRead,
     Connected,
     ConnectFailed,
     Crashed,
@@ -76,6 +79,7 @@ from statemachine.remote_engine.messages import (
     NotifyReleases,
     NotNeeded,
     PostReads,
+    ReadChecked,
     ReadEnded,
     Recall,
     ReleaseAnswered,
@@ -108,6 +112,7 @@ __all__ = (
     "Announced",
     "BlocksRejected",
     "BlocksResolved",
+    "CheckRead",
     "ClaimView",
     "ConnectFailed",
     "Connected",
@@ -125,6 +130,7 @@ __all__ = (
     "NotificationFailed",
     "NotifyReleases",
     "PostReads",
+    "ReadChecked",
     "ReadEnded",
     "Recall",
     "ReleaseAnswered",

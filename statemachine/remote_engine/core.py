@@ -38,6 +38,7 @@ from statemachine.remote_engine.messages import (
     Announced,
     BlocksRejected,
     BlocksResolved,
+    CheckRead,
     Connected,
     ConnectFailed,
     Crashed,
@@ -52,6 +53,7 @@ from statemachine.remote_engine.messages import (
     NotificationFailed,
     NotNeeded,
     PostReads,
+    ReadChecked,
     ReadEnded,
     Recall,
     ReleaseAnswered,
@@ -135,6 +137,8 @@ class RemoteEngine:
         match event:
             case ReadEnded():
                 self._end_read(event, now_ns)
+            case ReadChecked():
+                self._end_check(event, now_ns)
             case Announced():
                 self._announce(event, now_ns)
             case Started():
@@ -236,12 +240,9 @@ class RemoteEngine:
     def wants(self, request_id: str) -> bool:
         """Whether a READ of this request is still to be posted; asked when its turn has come. Not if its connection has
         become suspect since it was ordered."""
-        return self._peer.state is peer.State.READY and self.is_reading(request_id)
-
-    def is_reading(self, request_id: str) -> bool:
-        """Whether what its READs leave counts; also over a connection that has become suspect meanwhile."""
         found = self._requests.get(request_id)
-        return found is not None and found.state is request.State.READING
+        is_reading = found is not None and found.state is request.State.READING
+        return self._peer.state is peer.State.READY and is_reading
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -300,7 +301,8 @@ class RemoteEngine:
         is_ready = self._peer.state is peer.State.READY and self._connections.is_current(event.connection)
         if not is_ready or event.request_id not in self._waiting:
             return  # it ended meanwhile, or waits for the next connection
-        self._step_request(event.request_id, request.PeerReady(connection=event.connection, reads=event.reads), now_ns)
+        ready = request.PeerReady(connection=event.connection, reads=event.reads, are_checked=event.are_checked)
+        self._step_request(event.request_id, ready, now_ns)
 
     def _step_request(self, request_id: str, event: Event, now_ns: int) -> None:
         """Step a request, if it has not ended."""
@@ -327,6 +329,9 @@ class RemoteEngine:
             match effect:
                 case request.PostReads():
                     self._post_reads(after)
+                case request.CheckRead(read=read):
+                    check = CheckRead(request_id=request_id, read=read, connection=after.connection)
+                    self._outcome.effects.append(check)
                 case request.AskForProof():
                     self._ask_for_proof(after, now_ns)
                 case request.StartQuiesceTimer():
@@ -419,13 +424,27 @@ class RemoteEngine:
                 now_ns,
             )
         else:
-            claim = self._claims.get(found.lease)
-            proven_until_ns = claim.proven_until_ns if claim is not None else -1
+            proven_until_ns = self._proven_until_ns(found)
             self._step_request(
                 event.request_id,
                 request.ReadCompleted(read=event.read, completed_ns=event.ended_ns, proven_until_ns=proven_until_ns),
                 now_ns,
             )
+
+    def _end_check(self, event: ReadChecked, now_ns: int) -> None:
+        found = self._requests.get(event.request_id)
+        if found is None or found.connection != event.connection or event.read not in found.unchecked:
+            return  # the request, or this attempt of it, has ended meanwhile
+        if event.failure is not None:
+            failed = request.ReadFailed(read=event.read, failure=event.failure, is_quiescent=True)
+            self._step_request(event.request_id, failed, now_ns)
+        else:
+            checked = request.ReadChecked(read=event.read, proven_until_ns=self._proven_until_ns(found))
+            self._step_request(event.request_id, checked, now_ns)
+
+    def _proven_until_ns(self, reading: request.Request) -> int:
+        claim = self._claims.get(reading.lease)
+        return claim.proven_until_ns if claim is not None else -1
 
     def _quiesce_quarantined(self, request_id: str, read: int) -> None:
         if self._connections.quiesce(request_id, read):

@@ -108,11 +108,12 @@ class ConnectFailed(Event, frozen=True, kw_only=True):
 
 
 class BlocksResolved(Event, frozen=True, kw_only=True):
-    """Answer to ResolveBlocks: so many READs are needed."""
+    """Answer to ResolveBlocks: so many READs are needed. `are_checked`: what each of them leaves is to be checked."""
 
     request_id: str
     connection: int
     reads: int
+    are_checked: bool = False
 
 
 class BlocksRejected(Event, frozen=True, kw_only=True):
@@ -123,8 +124,7 @@ class BlocksRejected(Event, frozen=True, kw_only=True):
 
 
 class ReadEnded(Event, frozen=True, kw_only=True):
-    """One READ has ended. Without a failure all its bytes are here, if it was wanted, and where that is verified they
-    are those that P has lent. May be told again.
+    """One READ has ended. Without a failure all its bytes are here, if it was wanted. May be told again.
 
     `is_quiescent` false: it failed, and parts of it may still be in flight. `was_wanted` false: it was given up before
     its turn came, and never posted.
@@ -137,6 +137,16 @@ class ReadEnded(Event, frozen=True, kw_only=True):
     failure: Failure | None = None
     is_quiescent: bool = True
     was_wanted: bool = True
+
+
+class ReadChecked(Event, frozen=True, kw_only=True):
+    """Answer to CheckRead. Without a failure the bytes are those that P has lent. May come when nobody waits for it any
+    more."""
+
+    request_id: str
+    read: int
+    connection: int
+    failure: Failure | None = None
 
 
 class TornDown(Event, frozen=True, kw_only=True):
@@ -242,6 +252,14 @@ class PostReads(Effect, frozen=True, kw_only=True):
     """Post the READs that were resolved; feed one ReadEnded for each."""
 
     request_id: str
+    connection: int
+
+
+class CheckRead(Effect, frozen=True, kw_only=True):
+    """All bytes of this READ are here: find out whether they are those that P has lent; feed ReadChecked."""
+
+    request_id: str
+    read: int
     connection: int
 
 

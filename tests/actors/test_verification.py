@@ -203,7 +203,32 @@ def test_a_request_that_is_aborted_while_its_blocks_are_summed_ends() -> None:
     run(test)
 
 
-def test_what_was_read_over_a_connection_that_has_become_suspect_is_compared_too() -> None:
+def test_what_was_summed_for_a_request_that_has_ended_says_nothing_of_the_next_one() -> None:
+    """Which has the same id, over the same connection."""
+
+    async def test() -> None:
+        async with engine("p", serves=True, options=ALL) as p, engine("d", options=ALL) as d:
+            fill(p)
+            found, deliver = [], d.outcomes.deliver
+            d.outcomes.deliver = found.append
+            p.lend("remote-a")
+            d.pull("a", p, [1], [1])
+            await until(lambda: found)
+            d.supervisor.deliver(AbortPull(request_id="a"))
+            await until(lambda: d.received("a"))
+            d.outcomes.clear()
+            p.lend("remote-b")
+            p.memory[1, 1, 7] ^= 16
+            d.pull("a", p, [1], [1], remote_request_id="remote-b")
+            await until(lambda: len(found) == 2)
+            for each in found:
+                deliver(each)
+            assert isinstance((await until(lambda: d.received("a"))).failure, Corrupt)
+
+    run(test)
+
+
+def test_what_was_read_over_a_connection_that_is_lost_meanwhile_is_compared_too() -> None:
     """What made it suspect is another request's; this one is still reading, and its READ counts."""
 
     async def test() -> None:
@@ -218,7 +243,7 @@ def test_what_was_read_over_a_connection_that_has_become_suspect_is_compared_too
             (actor,) = d.supervisor._peers.values()
             lost = TransferError(peer="p", operation="notify", error="REMOTE_DISCONNECT", transport_lost=True)
             actor.tell(NotificationFailed(connection=1, failure=lost))
-            await until(lambda: d.trace.path("peer", "p")[-1] == "draining")
+            await until(lambda: d.trace.path("peer", "p").count("ready") == 2)
             assert not d.received("a")
             deliver(found[0])
             assert isinstance((await until(lambda: d.received("a"))).failure, Corrupt)

@@ -57,6 +57,7 @@ class Product(msgspec.Struct, frozen=True, kw_only=True):
         dies: decode engines may crash for good.
         supervised: the executor may crash, and the supervisor may give the engine up.
         aborts: the client may abort, or be served by the prefix cache before it is scheduled.
+        checks: what READs leave is checked, and may be other bytes than P's memory had.
         twins: all decode engines have one engine id.
         clocks: what a decode engine's clock advances by in a tick; another one than the first is a deviation.
     """
@@ -73,6 +74,7 @@ class Product(msgspec.Struct, frozen=True, kw_only=True):
     dies: bool = False
     supervised: bool = False
     aborts: bool = True
+    checks: bool = False
     twins: bool = False
     clocks: tuple[int, ...] = (TICK_NS, SLOW_NS)
     engine_limits: EngineLimits = ENGINE_LIMITS
@@ -96,6 +98,8 @@ _TWO, _THREE = ((0, 0), (0, 1)), ((0, 0), (0, 1), (0, 2))
 PRODUCTS: tuple[Product, ...] = (
     Product(name="one request", deviations=2, restarts=True),
     Product(name="one request under a supervisor", deviations=2, restarts=True, supervised=True, dies=True),
+    Product(name="one request that is checked", deviations=2, checks=True, restarts=True),
+    Product(name="a checked request, two ranks of P", prefill_ranks=2, deviations=1, checks=True, supervised=True),
     Product(name="two requests", requests=_TWO, deviations=2, restarts=True),
     Product(name="three requests", requests=_THREE, deviations=1, restarts=True),
     Product(name="two requests, one lease", requests=((0, 0), (0, 0)), deviations=2, restarts=True),

@@ -45,10 +45,12 @@ class Shelf:
 
     Args:
         reads: how many READs a request needs.
+        are_checked: whether what they leave is checked.
     """
 
-    def __init__(self, reads: int) -> None:
+    def __init__(self, reads: int, *, are_checked: bool) -> None:
         self._reads = reads
+        self._are_checked = are_checked
         self._ids: dict[Hashable, int] = {}
         self._frozen: list[Any] = []
         self._cores: list[tuple[Core, int] | None] = []
@@ -127,7 +129,12 @@ class Shelf:
         done: list[Effect] = []
         for effect in core.handle(event, now_ns):
             if isinstance(effect, ResolveBlocks):
-                answer = BlocksResolved(request_id=effect.request_id, connection=effect.connection, reads=self._reads)
+                answer = BlocksResolved(
+                    request_id=effect.request_id,
+                    connection=effect.connection,
+                    reads=self._reads,
+                    are_checked=self._are_checked,
+                )
                 self.events.add(BlocksResolved)
                 done += self._handle(core, answer, now_ns)
             else:

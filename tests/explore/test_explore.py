@@ -31,6 +31,7 @@ SHARED = Product(name="two requests, one lease", requests=((0, 0), (0, 0)), rest
 SIBLINGS = Product(name="two engines, one lease", requests=((0, 0), (1, 0)), restarts=True)
 TWO_OF_P = Product(name="two ranks of P", prefill_ranks=2)
 TWO_OF_D = Product(name="two ranks of D", decode_ranks=2)
+CHECKED = Product(name="one request that is checked", checks=True)
 LEAVING = Product(name="P leaves", deviations=2, leaves=True)
 BUILTIN = Product(name="built-in P", is_builtin=True, deviations=2)
 
@@ -549,7 +550,41 @@ def owe_to_who_has_left(patch: Patch) -> None:
     patch.attribute(RemoteEngine, "_has_something_to_say", property(lambda self: bool(self._claims)))
 
 
+def done_unchecked(patch: Patch) -> None:
+    """A READ that completes is a READ of the right bytes, whatever its check finds."""
+    complete = request.MACHINE.table[READING, request.ReadCompleted].handler
+    patch.handler(
+        request.MACHINE,
+        (READING, request.ReadCompleted),
+        lambda value, event: complete(msgspec.structs.replace(value, unchecked=frozenset()), event),
+    )
+
+
+def drain_checks(patch: Patch) -> None:
+    """What is being checked is taken to be in flight, and its blocks are quarantined for good."""
+    abort = request.MACHINE.table[READING, request.Aborted].handler
+    patch.handler(
+        request.MACHINE,
+        (READING, request.Aborted),
+        lambda value, event: abort(msgspec.structs.replace(value, in_flight=value.awaited), event),
+    )
+
+
+def wait_for_a_check(patch: Patch) -> None:
+    """Neither the deadline nor the end of the lease ends the wait for a check."""
+
+    def unless_it_is_checked(handler: Handler) -> Handler:
+        return lambda value, event: handler(value, event) if value.in_flight else stay(value, event)
+
+    for event in (request.DeadlinePassed, request.LeaseGone):
+        pair = READING, event
+        patch.handler(request.MACHINE, pair, unless_it_is_checked(request.MACHINE.table[pair].handler))
+
+
 BROKEN = [
+    Broken(done_unchecked, CHECKED, "invariant 3"),
+    Broken(drain_checks, deviations(CHECKED, 2), "liveness"),
+    Broken(wait_for_a_check, CHECKED, "liveness"),
     Broken(leave_at_once, LEAVING, "invariant 5"),
     Broken(promise_beyond_the_end, LEAVING, "invariant 5"),
     Broken(leaving_is_the_end, LEAVING, "invariant 9"),

@@ -10,18 +10,21 @@ choice that the search makes both ways:
                     more or its grace period is over, with a next life or without one; a rank of P hangs, for a while
                     or for good; a decode engine crashes for good
     the executors   a command, the end of a READ or a deadline is noticed late; the executor crashes
-    NIXL            a READ completes, fails, fails and goes on writing, or never ends; a handshake succeeds or fails
+    NIXL            a READ completes, fails, fails and goes on writing, or never ends, or completes and has left what
+                    nobody has lent; a handshake succeeds or fails
     the links       a message arrives, is lost, is late, or comes twice; a link is reset
     time            passes to the next deadline of anybody; D's clock is right or slow
 
 Prompt and slow. What is on its way (a message, a command, the end of a READ, a deadline) happens at once, unless a
-deviation delays it; from then on it happens at any time. What takes time (a READ, a handshake, a prefill, a request in
-the queue) ends before the next deadline, unless a deviation makes it slow. So time passes only when everything that
-is not slow has happened, and with n deviations every execution is found that differs from a plain one in n places.
+deviation delays it; from then on it happens at any time. What takes time (a READ, its check, a handshake, a prefill, a
+request in the queue) ends before the next deadline, unless a deviation makes it slow. So time passes only when
+everything that is not slow has happened, and with n deviations every execution is found that differs from a plain one
+in n places.
 
 Bytes. A block that P frees on all its ranks holds foreign KV from then on, and so does everything when P has crashed. A
 READ copies at the last moment, which is when it completes. One that failed and goes on writes until its connection has
-been torn down for as long as the grace of the back end.
+been torn down for as long as the grace of the back end. A check finds what nobody has lent. It lets foreign KV pass, so
+it replaces no proof.
 
 Checked in every step, with the numbers of the design's invariants:
     1  D's blocks return to its pool only when no READ that names them may still write, or they are quarantined
@@ -56,6 +59,7 @@ from statemachine.failures import (
     ActorCrashed,
     ConnectionRefused,
     ConnectorStopped,
+    Corrupt,
     Failure,
     HandshakeTimeout,
     Incompatible,
@@ -67,6 +71,7 @@ from statemachine.lending import Lending
 from statemachine.remote_engine import (
     AbortAsked,
     Announced,
+    CheckRead,
     Connected,
     ConnectFailed,
     Crashed,
@@ -80,6 +85,7 @@ from statemachine.remote_engine import (
     NotifyReleases,
     NotNeeded,
     PostReads,
+    ReadChecked,
     ReadEnded,
     ReleaseAnswered,
     RemoteEngine,
@@ -113,15 +119,25 @@ NOTHING, PROMPT, LATE = range(3)
 
 # Life of a READ. The even ones of a pair are prompt or expected, the odd ones late or slow.
 (NONE, ORDERED, ORDERED_LATE, FLYING, FLYING_SLOW, HUNG, ENDED, ENDED_LATE, WRITING) = range(9)
+CHECKING, CHECKING_SLOW = 9, 10
 IN_FLIGHT = (ORDERED, ORDERED_LATE, FLYING, FLYING_SLOW, HUNG)
+IS_OVER = (NONE, CHECKING, CHECKING_SLOW)
 MAY_WRITE = (FLYING, FLYING_SLOW, HUNG, WRITING)
 
 # How a READ has ended, before anybody has noticed.
-(COMPLETED, LOST, REFUSED, LOST_WRITING, NOT_WANTED) = range(5)
-ENDS = ("completes", "finds the transport lost", "is refused", "finds the transport lost and goes on writing", "")
+(COMPLETED, LOST, REFUSED, LOST_WRITING, NOT_WANTED, LIED) = range(6)
+ENDS = (
+    "completes",
+    "finds the transport lost",
+    "is refused",
+    "finds the transport lost and goes on writing",
+    "",
+    "completes with what nobody has lent",
+)
 
 # What lies in the destination of a READ.
-EMPTY, OWN, FOREIGN = range(3)
+EMPTY, OWN, FOREIGN, CORRUPT = range(4)
+CONTENTS = ("nothing", "its own KV", "foreign KV", "what nobody has lent")
 
 # A request on D: in nobody's hand, in the queue, started, or it will not come (any more).
 ABROAD, QUEUED, STARTED, OFF = range(4)
@@ -318,6 +334,7 @@ class Choice(NamedTuple):
 
 TURN_LOST = TransferError(peer="p", operation="READ", error="lost", transport_lost=True)
 TURN_REFUSED = TransferError(peer="p", operation="READ", error="refused", transport_lost=False)
+UNEQUAL = Corrupt(peer="p", remote_request_id="L0", region="layer 0", block=0, differing=1, compared=1)
 UNREACHABLE = HandshakeTimeout(peer="p", timeout_seconds=5)
 NOBODY_THERE = ConnectionRefused(peer="p")
 UNLIKE = Incompatible(peer="p", field="dtype", local="float16", remote="bfloat16", advice="start it alike")
@@ -337,7 +354,7 @@ class Rules:
 
     def __init__(self, product: Product, cores: Cores) -> None:
         self.product = product
-        self.shelf = Shelf(reads=product.prefill_ranks)
+        self.shelf = Shelf(reads=product.prefill_ranks, are_checked=product.checks)
         self._cores = cores
         self.request_ids = [f"r{number}" for number in range(len(product.requests))]
         # A built-in engine numbers none.
@@ -799,12 +816,20 @@ class Rules:
                 is_alive = self.connection(world, core, read.connection).is_alive
                 # Nothing but an error comes of a READ from a process that is gone.
                 ends = ((COMPLETED, 0), (LOST, 1), (REFUSED, 1), (LOST_WRITING, 1))
+                if self.product.checks:
+                    ends = (*ends, (LIED, 1))
                 for end, cost in ends if is_alive else ((LOST, 0), (LOST_WRITING, 1)):
                     execute = _of(Turn.end_read, request, rank, source, end)
                     found.append(Choice(f"{said} {ENDS[end]}", cost, execute, read.status == FLYING_SLOW))
                 if read.status == FLYING:
                     found.append(Choice(f"{said} is slow", 1, _of(Turn.delay_read, request, rank, source)))
                     found.append(Choice(f"{said} never ends", 1, _of(Turn.hang, request, rank, source)))
+            elif read.status in (CHECKING, CHECKING_SLOW):
+                is_slow = read.status == CHECKING_SLOW
+                found.append(Choice(f"{said} is checked", 0, _of(Turn.check_read, request, rank, source), is_slow))
+                if not is_slow:
+                    later = _of(Turn.delay_read, request, rank, source)
+                    found.append(Choice(f"{said} is slow to be checked", 1, later))
         return found
 
     def connection(self, world: World, core: int, number: int) -> Connection:
@@ -854,7 +879,12 @@ class Rules:
             or (world.leaving == LEAVES and self.may_end(world))
             or any(each.grant == EXPECTED for lent in world.leases for each in lent.ranks)
             or any(asked.stage in (ABROAD, QUEUED) and not asked.is_slow for asked in world.requests)
-            or any(read.status == FLYING for asked in world.requests for part in asked.parts for read in part.reads)
+            or any(
+                read.status in (FLYING, CHECKING)
+                for asked in world.requests
+                for part in asked.parts
+                for read in part.reads
+            )
         )
 
     def ticks_to_next(self, world: World) -> int | None:
@@ -958,12 +988,16 @@ class Turn:
             case PostReads(request_id=request_id, connection=connection):
                 request, rank = self._part_of(core, request_id)
                 part = self.requests[request].parts[rank]
-                if any(read.status != NONE for read in part.reads):
+                if any(read.status not in IS_OVER for read in part.reads):
                     raise Broken(
                         f"invariant 1: READs of request {request} are ordered, and earlier ones may still write"
                     )
                 for source in range(self._product.prefill_ranks):
                     self._set_read(request, rank, source, Read(ORDERED, connection))
+            case CheckRead(request_id=request_id, read=source, connection=connection):
+                request, rank = self._part_of(core, request_id)
+                read = self.requests[request].parts[rank].reads[source]
+                self._set_read(request, rank, source, read._replace(status=CHECKING, connection=connection))
             case TearDown(connection=number, failure=failure):
                 connection = self._rules.connection(self.world(), core, number)
                 if connection.is_suspect and failure is None:
@@ -1002,7 +1036,7 @@ class Turn:
             self._require_reason(request, report.failure)
         if report.is_quarantined:
             for read in part.reads:
-                if read.status != NONE:
+                if read.status not in IS_OVER:
                     self._set_connection(core, read.connection, is_suspect=True)
         else:
             self._require_quiescence(request, rank, "is reported")
@@ -1023,7 +1057,7 @@ class Turn:
             if read.content == FOREIGN and self._product.is_builtin and (lease.is_old or not is_right):
                 continue
             if read.content != OWN:
-                what = "foreign KV" if read.content == FOREIGN else "nothing"
+                what = CONTENTS[read.content]
                 raise Broken(f"invariant 3: request {request} is done with {what} from rank {source} of P")
 
     def _require_reason(self, request: int, failure: Failure) -> None:
@@ -1314,7 +1348,9 @@ class Turn:
         """It is over, or has failed; P's memory was read at this moment."""
         read = self.requests[request].parts[rank].reads[source]
         is_foreign = self.leases[self._product.requests[request][1]].is_foreign
-        content = (FOREIGN if is_foreign else OWN) if end == COMPLETED else read.content
+        content = read.content
+        if end in (COMPLETED, LIED):
+            content = CORRUPT if end == LIED else FOREIGN if is_foreign else OWN
         self._set_read(request, rank, source, read._replace(status=ENDED, end=end, content=content))
 
     def notice(self, request: int, rank: int, source: int) -> None:
@@ -1329,6 +1365,17 @@ class Turn:
         read = self.requests[request].parts[rank].reads[source]
         self.notice(request, rank, source)
         self.feed(self._core_of(request, rank), self._end_of(request, source, read))
+
+    def check_read(self, request: int, rank: int, source: int) -> None:
+        read = self.requests[request].parts[rank].reads[source]
+        self._set_read(request, rank, source, Read(content=read.content))
+        checked = ReadChecked(
+            request_id=self._rules.request_ids[request],
+            read=source,
+            connection=read.connection,
+            failure=UNEQUAL if read.content == CORRUPT else None,
+        )
+        self.feed(self._core_of(request, rank), checked)
 
     def _end_of(self, request: int, source: int, read: Read) -> ReadEnded:
         failures = {LOST: TURN_LOST, LOST_WRITING: TURN_LOST, REFUSED: TURN_REFUSED}

@@ -6,8 +6,6 @@ from collections import deque
 from types import SimpleNamespace
 
 from connector.runtime.peer_actor import PeerActor
-from connector.runtime.verification import SumDesk
-from connector.runtime.verifier import Verifier
 from statemachine import remote_engine
 from statemachine.failures import PeerRetired, TransferError
 from statemachine.kernel import Effect, Event
@@ -57,7 +55,6 @@ def test_what_is_told_after_a_crash_waits_for_the_recovery() -> None:
         _inbox=deque(),
         _unheard=[],
         _notices=None,
-        _verifier=Verifier(SumDesk(lambda outcome: None), core, actor.tell),
         _executors={},
         _attention=SimpleNamespace(set=lambda: woken.append(True)),
         _in_hand=None,
@@ -112,7 +109,6 @@ def test_who_came_too_late_does_not_wait_for_a_connection_that_stays() -> None:
         _commands_waiting=0,
         _pulls={},
         _notices=None,
-        _verifier=Verifier(SumDesk(lambda outcome: None), core, actor.tell),
         _executors=dict.fromkeys(effects, done.append),
         _attention=SimpleNamespace(set=lambda: None),
         _in_hand=None,

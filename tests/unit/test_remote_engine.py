@@ -27,6 +27,7 @@ from statemachine.failures import (
     ConnectionRefused,
     ConnectorStopped,
     ControlLinkLost,
+    Corrupt,
     DeadlineExceeded,
     Failure,
     HandshakeTimeout,
@@ -52,6 +53,7 @@ from statemachine.remote_engine import (
     Announced,
     BlocksRejected,
     BlocksResolved,
+    CheckRead,
     Connected,
     ConnectFailed,
     Crashed,
@@ -64,6 +66,7 @@ from statemachine.remote_engine import (
     NotifyReleases,
     NotNeeded,
     PostReads,
+    ReadChecked,
     ReadEnded,
     Recall,
     ReleaseAnswered,
@@ -116,6 +119,7 @@ SILENT = HandshakeTimeout(peer="p", address=ADDRESS, timeout_seconds=5.0)
 RESET = ControlLinkLost(peer="p", address=ADDRESS, detail="reset")
 UNANSWERED = PeerSilent(peer="p", address=ADDRESS, worker=WORKERS[0], waited_seconds=60.0)
 NEVER_ENDED = ReadNeverEnded(peer="p", address=ADDRESS, waited_seconds=30.0)
+UNEQUAL = Corrupt(peer="p", address=ADDRESS, remote_request_id="p-a", region="layer", block=1, differing=1, compared=4)
 UNLIKE = Incompatible(
     peer="p", address=ADDRESS, field="dtype", local="float16", remote="bfloat16", advice="start it alike"
 )
@@ -168,12 +172,15 @@ class Driver:
     def connect(self, number: int = 1, ranks: int = 1, *, is_builtin: bool = False, life: str = "l1") -> list[Effect]:
         return self.feed(Connected(connection=number, workers=WORKERS[:ranks], is_builtin=is_builtin, life=life))
 
-    def resolve(self, request_id: str, reads: int = 1, number: int = 1) -> list[Effect]:
-        return self.feed(BlocksResolved(request_id=request_id, connection=number, reads=reads))
+    def resolve(self, request_id: str, reads: int = 1, number: int = 1, **fields: Any) -> list[Effect]:
+        return self.feed(BlocksResolved(request_id=request_id, connection=number, reads=reads, **fields))
 
     def end(self, request_id: str, read: int = 0, number: int = 1, **fields: Any) -> list[Effect]:
         fields.setdefault("ended_ns", self.now_ns)
         return self.feed(ReadEnded(request_id=request_id, read=read, connection=number, **fields))
+
+    def check(self, request_id: str, read: int = 0, number: int = 1, failure: Failure | None = None) -> list[Effect]:
+        return self.feed(ReadChecked(request_id=request_id, read=read, connection=number, failure=failure))
 
     def held(
         self, remaining_ns: int, *leases: LeaseName, sent_ns: int | None = None, rank: int = 0, number: int = 1
@@ -1238,6 +1245,104 @@ def test_an_observer_that_raises_costs_a_record_and_no_report() -> None:
     assert drive.feed(Crashed(failure=CRASH))[0] == done("a")
 
 
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+
+def checking(request_id: str = "a", **options: Any) -> Driver:
+    """All bytes of this request are here, and its one READ is to be checked; P is known to keep the lease A."""
+    drive = connected(**options)
+    drive.start(request_id)
+    drive.resolve(request_id, are_checked=True)
+    drive.held(60 * S)
+    assert drive.end(request_id) == [CheckRead(request_id=request_id, read=0, connection=1)]
+    drive.log.clear()
+    return drive
+
+
+def test_a_request_is_done_when_its_reads_have_passed_their_checks() -> None:
+    drive = checking()
+    assert only(drive.wait(S), Report) == []
+    assert drive.check("a") == [done("a"), release()]
+
+
+def test_a_read_that_does_not_pass_its_check_is_not_tried_again_and_costs_no_connection() -> None:
+    drive = checking()
+    assert drive.check("a", failure=UNEQUAL) == [failed("a", UNEQUAL), release()]
+    assert drive.state is peer.State.READY
+
+
+def test_what_has_passed_its_check_is_proven_to_its_completion_all_the_same() -> None:
+    drive = connected()
+    drive.start("a")
+    drive.resolve("a", are_checked=True)
+    drive.end("a")
+    assert drive.check("a") == [hold_at(NOW)]
+    assert drive.held(60 * S) == [done("a"), release()]
+
+
+@pytest.mark.parametrize(
+    ("event", "failure"),
+    [
+        (AbortAsked(request_id="a"), AbortedByClient()),
+        (Stop(failure=STOPPED), STOPPED),
+        (Crashed(failure=CRASH), CRASH),
+    ],
+)
+def test_no_check_is_waited_for_by_a_request_that_has_failed(event: Event, failure: Failure) -> None:
+    drive = checking()
+    assert failed("a", failure) in drive.feed(event)
+    assert only(drive.check("a"), Report) == []
+
+
+def test_a_check_that_does_not_come_is_waited_for_until_the_deadline() -> None:
+    drive = checking()
+    while not only(drive.log, Report):
+        drive.held(60 * S)
+        drive.wait(10 * S)
+    assert drive.now_ns == NOW + 300 * S
+    assert only(drive.log, Report) == [failed("a", DeadlineExceeded(timeout_seconds=300.0, phase="reading"))]
+
+
+def test_a_lease_that_is_gone_ends_a_request_that_is_checked_at_once() -> None:
+    assert failed("a", over("expired")) in checking().gone()
+
+
+def test_a_connection_is_given_up_without_its_checks_and_these_count_all_the_same() -> None:
+    drive = checking()
+    effects = drive.feed(LinkLost(connection=1, detail="reset"))
+    assert only(effects, TearDown)
+    drive.feed(TornDown(connection=1))
+    assert drive.check("a")[0] == done("a")
+
+
+def test_a_connection_that_is_abandoned_takes_no_request_along_whose_bytes_are_here() -> None:
+    """READs of another request hang on it."""
+    drive = checking()
+    drive.start("b")
+    drive.resolve("b")
+    drive.feed(LinkLost(connection=1, detail="reset"))
+    drive.wait(30 * S)
+    (report,) = only(drive.log, Report)
+    assert (report.request_id, report.is_quarantined) == ("b", True)
+    assert done("a") in drive.check("a")
+
+
+def test_a_check_of_an_earlier_attempt_says_nothing_of_the_next_one() -> None:
+    drive = connected()
+    drive.start("a")
+    drive.resolve("a", reads=2, are_checked=True)
+    drive.held(60 * S)
+    drive.end("a")
+    drive.end("a", read=1, failure=LOST)
+    drive.feed(TornDown(connection=1))
+    drive.connect(2)
+    drive.resolve("a", number=2, are_checked=True)
+    drive.held(60 * S, number=2)
+    drive.end("a", number=2)
+    assert drive.check("a", failure=UNEQUAL) == []
+    assert done("a") in drive.check("a", number=2)
+
+
 # --- eviction ---------------------------------------------------------------------------------------------------------
 
 
@@ -1293,6 +1398,7 @@ class Everything:
         self.reports: list[Report] = []
         self.lifted: list[str] = []
         self.posted: dict[tuple[str, int, int], bool] = {}
+        self.checking: list[tuple[str, int, int]] = []
         self.reads: dict[str, int] = {}
         self.handshakes = self.connections = 0
         self.tearing_down: list[int] = []
@@ -1310,11 +1416,13 @@ class Everything:
                     self.handshakes = 1
                 case ResolveBlocks(request_id=request_id, connection=number):
                     self.reads[request_id] = self.data.draw(st.integers(0, 2))
-                    resolved = BlocksResolved(request_id=request_id, connection=number, reads=self.reads[request_id])
-                    self.note(self.drive.feed(resolved))
+                    are_checked, reads = self.data.draw(st.booleans()), self.reads[request_id]
+                    self.note(self.drive.resolve(request_id, reads, number, are_checked=are_checked))
                 case PostReads(request_id=request_id, connection=number):
                     for read in range(self.reads[request_id]):
                         self.posted[request_id, read, number] = True
+                case CheckRead(request_id=request_id, read=read, connection=number):
+                    self.checking.append((request_id, read, number))
                 case TearDown(connection=number):
                     assert not [key for key in self.posted if key[2] == number]
                     self.tearing_down.append(number)
@@ -1346,11 +1454,17 @@ class Everything:
         del self.posted[key]
         self.note(self.drive.end(key[0], key[1], key[2], failure=failure, is_quiescent=is_quiescent))
 
+    def end_check(self) -> None:
+        """It may come when nobody waits for it any more."""
+        key = self.checking.pop(self.data.draw(st.integers(0, len(self.checking) - 1)))
+        self.note(self.drive.check(*key, failure=self.data.draw(st.sampled_from([None, UNEQUAL]))))
+
     def step(self) -> None:
         drive, draw = self.drive, self.data.draw
         lease = LeaseName("p", draw(st.integers(1, 3)))
         choices = ["start", "announce", "need nothing", "wait", "abort", "crash", "link", "hold", "release"]
         choices += ["connect", "refuse"] * self.handshakes
+        choices += ["check"] * (3 * bool(self.checking))
         choices += ["read"] * (3 * bool(self.posted)) + ["torn"] * (3 * bool(self.tearing_down))
         match draw(st.sampled_from(choices)):
             case "start":
@@ -1382,6 +1496,8 @@ class Everything:
                 self.feed(ConnectFailed(failure=SILENT))
             case "read":
                 self.end_read()
+            case "check":
+                self.end_check()
             case "torn":
                 self.feed(TornDown(connection=self.tearing_down.pop()))
 

@@ -18,6 +18,7 @@ from statemachine.failures import (
     AbortedByClient,
     ActorCrashed,
     BadParams,
+    Corrupt,
     DeadlineExceeded,
     Failure,
     HandshakeTimeout,
@@ -33,6 +34,7 @@ from statemachine.request import (
     Aborted,
     AskForProof,
     AwaitPeer,
+    CheckRead,
     DeadlinePassed,
     LeaseGone,
     LeaseProven,
@@ -43,6 +45,7 @@ from statemachine.request import (
     PostReads,
     ProofTimeout,
     QuiesceTimeout,
+    ReadChecked,
     ReadCompleted,
     ReadFailed,
     ReadQuiesced,
@@ -58,6 +61,7 @@ PROVEN_NS = 1000
 REFUSED = TransferError(peer="prefill", operation="READ", error="INVALID_PARAM", transport_lost=False)
 LOST = TransferError(peer="prefill", operation="READ", error="REMOTE_DISCONNECT", transport_lost=True)
 SILENT = HandshakeTimeout(peer="prefill", address="h:1", timeout_seconds=5.0)
+UNEQUAL = Corrupt(peer="prefill", remote_request_id="prefill-1", region="layer 0", block=1, differing=1, compared=4)
 MALFORMED = BadParams(field="remote_block_ids", expected="list of ints", found="None")
 CRASHED = ActorCrashed(actor="peer actor", error="KeyError()")
 OVER = LeaseOver(peer="prefill", remote_request_id="prefill-1", why="expired")
@@ -74,12 +78,16 @@ def new(*, retries_left: int = 1) -> Request:
     return Request(request_id="decode-1", lease=LeaseName("prefill-1", 1), peer="prefill", retries_left=retries_left)
 
 
-def ready(reads: int, connection: int = 1) -> PeerReady:
-    return PeerReady(connection=connection, reads=reads)
+def ready(reads: int, connection: int = 1, *, are_checked: bool = False) -> PeerReady:
+    return PeerReady(connection=connection, reads=reads, are_checked=are_checked)
 
 
 def completed(read: int, at_ns: int = 10, proven_ns: int = PROVEN_NS) -> ReadCompleted:
     return ReadCompleted(read=read, completed_ns=at_ns, proven_until_ns=proven_ns)
+
+
+def checked(read: int, proven_ns: int = PROVEN_NS) -> ReadChecked:
+    return ReadChecked(read=read, proven_until_ns=proven_ns)
 
 
 def failed(read: int, failure: Failure = REFUSED, *, is_quiescent: bool = True) -> ReadFailed:
@@ -101,6 +109,15 @@ def run(request: Request, *events: Event) -> tuple[Request, list[Effect]]:
 
 def reading(reads: int, *, retries_left: int = 1) -> Request:
     return run(new(retries_left=retries_left), ready(reads))[0]
+
+
+def checking(reads: int = 1, *, retries_left: int = 1) -> Request:
+    """Every byte is here, and no READ was checked yet."""
+    request = run(new(retries_left=retries_left), ready(reads, are_checked=True))[0]
+    request, effects = run(request, *map(completed, range(reads)))
+    assert (request.state, request.in_flight) == (State.READING, frozenset())
+    assert effects == [CheckRead(read=read) for read in range(reads)]
+    return request
 
 
 def proving(at_ns: int = PROVEN_NS + 5) -> Request:
@@ -227,6 +244,70 @@ def test_the_peer_answers_only_who_waits_for_it(event: Event) -> None:
     for request in (reading(2), run(reading(2), Aborted())[0]):
         with pytest.raises(ProtocolError, match="only who waits"):
             MACHINE.step(request, event)
+
+
+# --- checking -------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_to_be_checked_is_done_after_the_last_check() -> None:
+    request, effects = run(checking(2), checked(1))
+    assert (request.state, request.awaited, effects) == (State.READING, {0}, [])
+    request, effects = run(request, checked(0))
+    assert (request.state, effects) == (State.DONE, [Report(failure=None)])
+
+
+def test_a_check_is_asked_for_when_a_read_completes_and_others_are_waited_for_meanwhile() -> None:
+    request, effects = run(new(), ready(2, are_checked=True), completed(1), checked(1))
+    assert effects == [PostReads(), CheckRead(read=1)]
+    assert (request.state, request.awaited) == (State.READING, {0})
+
+
+def test_a_check_replaces_no_proof_of_when_the_bytes_came() -> None:
+    request, _ = run(new(), ready(1, are_checked=True), completed(0, PROVEN_NS + 5, proven_ns=-1))
+    unproven, effects = run(request, checked(0, PROVEN_NS + 4))
+    assert (unproven.state, effects) == (State.PROVING, [AskForProof()])
+    assert run(request, checked(0, PROVEN_NS + 5))[0].state is State.DONE
+
+
+@pytest.mark.parametrize(
+    ("event", "ending", "failure"),
+    [
+        (failed(0, UNEQUAL), State.FAILED, UNEQUAL),
+        (Aborted(), State.FAILED, AbortedByClient()),
+        (SHELL_FAILED, State.FAILED, CRASHED),
+        (GONE, State.EXPIRED, OVER),
+        (DEADLINE, State.EXPIRED, DeadlineExceeded(timeout_seconds=120.0, phase="reading")),
+    ],
+)
+def test_while_only_checks_are_awaited_it_ends_at_once(event: Event, ending: State, failure: Failure) -> None:
+    request, effects = run(checking(2), event)
+    assert (request.state, request.failure, request.awaited) == (ending, failure, frozenset())
+    assert effects == [Report(failure=failure)]
+
+
+def test_a_lost_connection_does_not_end_the_wait_for_a_check() -> None:
+    assert run(checking(), PeerLost(failure=LOST), QUIESCE_TIMEOUT) == (checking(), [])
+
+
+def test_what_is_in_flight_is_waited_for_and_no_check() -> None:
+    request, _ = run(new(), ready(3, are_checked=True), completed(0), Aborted())
+    assert (request.state, request.awaited) == (State.DRAINING, {1, 2})
+    request, effects = run(request, completed(1), quiesced(2))
+    assert (request.state, effects) == (State.FAILED, [Report(failure=AbortedByClient())])
+
+
+def test_another_attempt_is_checked_anew() -> None:
+    request, effects = run(new(), ready(2, are_checked=True), completed(0), failed(1, LOST))
+    assert (request.state, request.awaited) == (State.PENDING_HANDSHAKE, frozenset())
+    assert effects == [PostReads(), CheckRead(read=0), AwaitPeer()]
+    request, effects = run(request, ready(1, connection=2, are_checked=True), completed(0))
+    assert (request.awaited, effects) == ({0}, [PostReads(), CheckRead(read=0)])
+
+
+@pytest.mark.parametrize("request_", [new(), proving(), run(reading(2), Aborted())[0]], ids=lambda each: each.state)
+def test_nothing_is_checked_that_does_not_count(request_: Request) -> None:
+    with pytest.raises(ProtocolError, match="only what counts is checked"):
+        MACHINE.step(request_, checked(0))
 
 
 # --- proving --------------------------------------------------------------------------------------------------------
@@ -398,6 +479,8 @@ class RequestUnderLawfulCore(RuleBasedStateMachine):
         self.may_be_recalled = False
         self.posted: set[int] = set()
         self.erring: set[int] = set()
+        self.is_checked = False
+        self.checking: set[int] = set()
         self.completions_ns: list[int] = []
         self.has_read = False
         self.quiesce_timer = False
@@ -414,6 +497,8 @@ class RequestUnderLawfulCore(RuleBasedStateMachine):
         self.request, effects = MACHINE.step(before, event)
         if MACHINE.is_terminal(before):
             assert (self.request, effects) == (before, ())
+        if self.request.state is not State.READING:
+            self.checking.clear()  # the core hears of no check any more
         for effect in effects:
             self.execute(effect)
         if before.state is not State.DRAINING and self.request.state is State.DRAINING:
@@ -431,10 +516,15 @@ class RequestUnderLawfulCore(RuleBasedStateMachine):
                 self.posted = set(self.request.in_flight)
                 assert self.posted
                 self.completions_ns, self.has_read = [], True
+                self.completed = self.checked = 0
+            case CheckRead(read=read):
+                assert self.is_checked
+                self.checking.add(read)
             case Report():
                 assert self.request.in_flight == self.open_reads
                 assert not self.reports
                 if effect.failure is None and self.has_read:
+                    assert self.checked == self.completed * self.is_checked
                     assert max(self.completions_ns) <= self.proven_ns
                 self.reports.append(effect)
             case AwaitPeer():
@@ -458,9 +548,10 @@ class RequestUnderLawfulCore(RuleBasedStateMachine):
         self.now_ns += step_ns
 
     @precondition(lambda self: self.waits_for_peer)
-    @rule(reads=st.integers(0, 3))
-    def peer_ready(self, reads: int) -> None:
-        self.feed(ready(reads))
+    @rule(reads=st.integers(0, 3), are_checked=st.booleans())
+    def peer_ready(self, reads: int, are_checked: bool) -> None:
+        self.is_checked = are_checked
+        self.feed(ready(reads, are_checked=are_checked))
 
     @precondition(lambda self: self.waits_for_peer)
     @rule(event=st.sampled_from([PeerFailed(failure=SILENT), ParamsRejected(failure=MALFORMED)]))
@@ -473,7 +564,16 @@ class RequestUnderLawfulCore(RuleBasedStateMachine):
         read = data.draw(st.sampled_from(sorted(self.posted)))
         self.posted.remove(read)
         self.completions_ns.append(self.now_ns)
+        self.completed += 1
         self.feed(completed(read, self.now_ns, self.proven_ns))
+
+    @precondition(lambda self: self.checking)
+    @rule(data=st.data(), is_equal=st.booleans())
+    def read_is_checked(self, data: st.DataObject, is_equal: bool) -> None:
+        read = data.draw(st.sampled_from(sorted(self.checking)))
+        self.checking.remove(read)
+        self.checked += is_equal
+        self.feed(checked(read, self.proven_ns) if is_equal else failed(read, UNEQUAL))
 
     @precondition(lambda self: self.posted)
     @rule(data=st.data(), failure=st.sampled_from([LOST, REFUSED]), is_quiescent=st.booleans())
@@ -540,7 +640,9 @@ class RequestUnderLawfulCore(RuleBasedStateMachine):
     def it_knows_what_is_in_flight(self) -> None:
         if not MACHINE.is_terminal(self.request):
             assert self.request.in_flight == self.open_reads
-            assert (self.request.state in (State.READING, State.DRAINING)) == bool(self.open_reads)
+            assert self.checking <= self.request.awaited
+            is_awaiting = self.request.state in (State.READING, State.DRAINING)
+            assert is_awaiting == bool(self.open_reads | self.checking)
         if self.request.state is State.DONE:
             assert not self.open_reads
 
@@ -592,9 +694,10 @@ def test_done_means_that_the_latest_completion_was_before_the_proven_end(times_n
 _reads = st.integers(0, 3)
 _failures = st.sampled_from([LOST, REFUSED, SILENT, CRASHED])
 ANY_EVENT: st.SearchStrategy[Event] = st.one_of(
-    st.builds(ready, _reads, connection=st.integers(1, 3)),
+    st.builds(ready, _reads, connection=st.integers(1, 3), are_checked=st.booleans()),
     st.builds(PeerFailed, failure=_failures),
     st.builds(completed, _reads, _times_ns, _times_ns),
+    st.builds(checked, _reads, _times_ns),
     st.builds(failed, _reads, _failures, is_quiescent=st.booleans()),
     st.builds(quiesced, _reads),
     st.builds(PeerLost, failure=_failures),

@@ -19,7 +19,7 @@ PROOF = (
         rule="the report waits for the proof",
         row=1,
         broken="a request is done when its READs are, whether P still kept the blocks or not",
-        changes=(Edit(request._complete, "if last_completed_ns <= event.proven_until_ns:", "if True:"),),
+        changes=(Edit(request._look_at_proof, "if request.last_completed_ns <= proven_until_ns:", "if True:"),),
         place=Explored(within(SIBLINGS, 1), "invariant 3"),
     ),
     Mutant(
@@ -700,8 +700,8 @@ REQUESTS = (
         broken="a request that reads from several ranks is done when the first READ is complete",
         changes=(
             Edit(
-                request._complete,
-                "if request.in_flight:\n        return request, NO_EFFECTS",
+                request._look_at_proof,
+                "if request.awaited:\n        return request, NO_EFFECTS",
                 "request = msgspec.structs.replace(request, in_flight=frozenset())",
             ),
         ),

@@ -7,13 +7,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from connector.layout import verification
-from connector.runtime import handshake, lease_keeper, listener, peer_actor, verifier
+from connector.runtime import handshake, lease_keeper, listener, peer_actor
 from connector.runtime.connections import Connections
 from connector.wire import bounded, control, identity, metadata, notifications
 from connector.wire import handshake as handshake_of_wire
 from connector.wire.handshake import HandshakeError, HandshakeReply, decode_reply
 from connector.wire.notifications import Heartbeat, Notification, Release
+from statemachine import request
 from statemachine.failures import WrongEngine
+from statemachine.remote_engine import RemoteEngine
 from tests.simulation.faults import Kind
 from tests.simulation.mutants.executors import GARBAGE, NOT_AN_ERROR_OF_THE_PRODUCT, level2
 from tests.simulation.mutants.mutant import SEEDS, ByTest, Do, Edit, Mutant, Seeds, Set, fault
@@ -341,13 +343,7 @@ VERIFICATION = (
         name="sums are not compared",
         row=23,
         broken="a READ counts as completed whatever its checksums are",
-        changes=(
-            Edit(
-                verifier.Verifier._compare,
-                "self._tell(msgspec.structs.replace(ended, failure=failure))",
-                "self._tell(ended)",
-            ),
-        ),
+        changes=(Edit(peer_actor.PeerActor._check_read, "failure=failure", "failure=None"),),
         place=Seeds(2, "bytes", LIES),
     ),
     Mutant(
@@ -396,23 +392,35 @@ VERIFICATION = (
     Mutant(
         name="sums are waited for after the end",
         broken="a request that was aborted while its blocks are summed waits for the engine thread",
-        changes=(
-            Edit(
-                verifier.Verifier.tell_what_nobody_wants,
-                "if not self._core.is_reading(ended.request_id):",
-                "if False:",
-            ),
-        ),
+        changes=(Edit(request._drain, "unchecked=frozenset()", "in_flight=request.awaited"),),
         place=ByTest(_VERIFY + "test_a_request_that_is_aborted_while_its_blocks_are_summed_ends"),
     ),
     Mutant(
-        name="a suspect connection is trusted",
-        broken="what a READ over a connection that has become suspect has left is not compared",
+        name="a check is lost with its connection",
+        broken="what a READ has left over a connection that is lost before it is checked waits for the deadline",
         changes=(
-            Edit(peer_actor.PeerActor._take_read_end, "self.core.is_reading(", "self.core.wants("),
-            Edit(verifier.Verifier.tell_what_nobody_wants, "self._core.is_reading(", "self._core.wants("),
+            Edit(
+                RemoteEngine._end_check,
+                "found.connection != event.connection",
+                "not self._connections.is_current(event.connection)",
+            ),
         ),
-        place=ByTest(_VERIFY + "test_what_was_read_over_a_connection_that_has_become_suspect_is_compared_too"),
+        place=ByTest(_VERIFY + "test_what_was_read_over_a_connection_that_is_lost_meanwhile_is_compared_too"),
+    ),
+    Mutant(
+        name="sums of an earlier request",
+        broken="what was summed for a request that has ended is taken for that of the next one of its id",
+        changes=(Edit(peer_actor.PeerActor._report, "self._context.sums.withdraw(ticket)", "pass"),),
+        place=ByTest(_VERIFY + "test_what_was_summed_for_a_request_that_has_ended_says_nothing_of_the_next_one"),
+    ),
+    Mutant(
+        name="checks are lost with what hangs beside them",
+        broken="a request whose bytes are all here is tried again because READs of others hang on its connection",
+        changes=(Edit(request._lose_peer, "if not request.in_flight:", "if False:"),),
+        place=ByTest(
+            "tests/unit/test_remote_engine.py"
+            "::test_a_connection_that_is_abandoned_takes_no_request_along_whose_bytes_are_here"
+        ),
     ),
     Mutant(
         name="sums of a lease without its number",
