@@ -230,7 +230,7 @@ class Report(Effect, frozen=True, kw_only=True):
     failure: Failure | None
 
 
-Effects: TypeAlias = tuple[PostReads | AskForProof | StartQuiesceTimer | AwaitPeer | Report, ...]
+Effects: TypeAlias = tuple[PostReads | CheckRead | AskForProof | StartQuiesceTimer | AwaitPeer | Report, ...]
 
 
 # --- handlers -------------------------------------------------------------------------------------------------------
