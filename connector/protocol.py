@@ -134,7 +134,7 @@ class LeaseGranted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     block_ids: tuple[list[int], ...] | None = None
     """By cache group, those that are lent, where they are to have checksums."""
     sums: bytes | None = None
-    """These (`wire.control.encode_sums`), which the worker has made on the way."""
+    """These (`wire.control.encode_sums`), which the worker has made on the way, or NO_SUMS."""
 
 
 class LeaseWithdrawn(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -330,6 +330,18 @@ class Corrupt(PeerFailure, frozen=True, kw_only=True):
         )
 
 
+class ChecksumsMissing(PeerFailure, frozen=True, kw_only=True):
+    """With the option verify: P could make no checksums of what it lent, so it is not read."""
+
+    remote_request_id: str
+
+    def __str__(self) -> str:
+        return (
+            f"prefill engine {self.peer} has no checksums of the blocks of {self.remote_request_id}, and this engine "
+            "reads none that it cannot verify"
+        )
+
+
 class LeaseExpired(Failure, frozen=True, kw_only=True):
     """On P: a lease has ended, and not because its readers were done. Its blocks are freed."""
 

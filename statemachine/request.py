@@ -42,6 +42,7 @@ import msgspec
 
 from statemachine.failures import (
     AbortedByClient,
+    ChecksumsMissing,
     DeadlineExceeded,
     Failure,
     LeaseNotProven,
@@ -117,9 +118,10 @@ class PeerFailed(Event, frozen=True, kw_only=True):
 
 
 class ParamsRejected(Event, frozen=True, kw_only=True):
-    """kv_transfer_params names blocks that the peer does not have, or makes no sense, or nobody has given it out."""
+    """kv_transfer_params names blocks that the peer does not have or no checksums of, or makes no sense, or nobody has
+    given it out."""
 
-    failure: ParamsFailure
+    failure: ParamsFailure | ChecksumsMissing
 
 
 class ReadCompleted(Event, frozen=True, kw_only=True):

@@ -85,6 +85,7 @@ WHAT_TO_DO: dict[str, str] = {
         "has the same engine_id"
     ),
     "LeaseNotProven": "see whether P's worker hangs, and whether D can reach its control socket",
+    "ChecksumsMissing": "P's log says why (checksums); if its device lacks memory, lower gpu_memory_utilization there",
     "Corrupt": "take P's and D's machines out of service one by one: a network card, driver or memory corrupts data",
     "PackingFailed": "report it with the log of D; with enforce_handshake_compat true on D no P on GPUs is read from",
     "DeviceMemoryExhausted": "lower gpu_memory_utilization on D; see what else takes memory of the device",

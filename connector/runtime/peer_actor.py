@@ -46,13 +46,13 @@ from connector.runtime.block_tables import Resolved, checks, resolve
 from connector.runtime.connections import Connections
 from connector.runtime.context import ActorContext, engine_limits
 from connector.runtime.reads import ReadOrder
-from connector.runtime.verification import KnownSums, SumsOfPeer, failure_of, stretches
+from connector.runtime.verification import KnownSums, SumsMissing, SumsOfPeer, failure_of, stretches
 from connector.runtime.wait_notices import WaitNotices
 from connector.wire.bounded import DecodeFailed
 from connector.wire.notifications import encode_heartbeats, encode_release
 from statemachine import remote_engine as core
 from statemachine import roster
-from statemachine.failures import ActorCrashed, BadParams, Failure
+from statemachine.failures import ActorCrashed, BadParams, ChecksumsMissing, Failure
 from statemachine.kernel import Effect, Event
 from statemachine.roster import PeerKey
 from statemachine.trace import LogSteps
@@ -382,6 +382,14 @@ class PeerActor:
             )
         except DecodeFailed as error:
             self.tell(core.LinkLost(connection=effect.connection, detail=str(error)))
+            return
+        except SumsMissing:
+            failure = ChecksumsMissing(
+                peer=self.core.engine_id,
+                address=str(self.core.address),
+                remote_request_id=pull.command.lease.request_id,
+            )
+            self.tell(core.BlocksRejected(request_id=effect.request_id, failure=failure))
             return
         is_wanted = self._pulls.get(effect.request_id) is pull and effect.connection in self._connections
         if known is not None and is_wanted:

@@ -25,7 +25,7 @@ from connector.layout.verification import Compared, Match, Numbers
 from connector.ports.nixl import MemoryRun
 from connector.protocol import Stretch, SumsFound, SumsWanted, WorkerEvent
 from connector.wire.bounded import DecodeFailed
-from connector.wire.control import AskSums, LeaseSums, Sums, decode_sums
+from connector.wire.control import NO_SUMS, AskSums, LeaseSums, Sums, decode_sums
 from statemachine.failures import ActorCrashed, Corrupt, Failure
 from statemachine.lease import LeaseName
 
@@ -165,6 +165,10 @@ class SumDesk:
             on_found(found)
 
 
+class SumsMissing(Exception):
+    """P could make no checksums of a lease."""
+
+
 class SumsOfPeer:
     """Asks the ranks of one remote engine for checksums.
 
@@ -190,13 +194,15 @@ class SumsOfPeer:
     ) -> list[KnownSums] | None:
         """Those of each of these ranks, with what of a lease is compared with it; None as of `fetch`.
 
-        Raises DecodeFailed: a rank has sent something else.
+        Raises DecodeFailed: a rank has sent something else; SumsMissing: it has none, and will have none.
         """
         known = []
         for rank, match in ranks:
             encoded = await self.fetch(connection, rank, lease, is_wanted)
             if encoded is None:
                 return None
+            if encoded == NO_SUMS:
+                raise SumsMissing
             assert match is not None
             known.append(known_sums(decode_sums(encoded), match))
         return known

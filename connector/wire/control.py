@@ -148,6 +148,10 @@ class AskSums(msgspec.Struct, frozen=True, kw_only=True, tag="ask_sums"):
         _require_bounded([self.lease])
 
 
+NO_SUMS = b""
+"""In place of what `encode_sums` makes: P could not make them, and never will. Who verifies reads nothing of it."""
+
+
 class Sums(msgspec.Struct, frozen=True, kw_only=True, tag="sums"):
     """Part `part` of `parts` of what `encode_sums` made."""
 
@@ -210,7 +214,9 @@ def parts_of_sums(encoded: bytes) -> int:
 def sums_answer(asked: AskSums, encoded: bytes) -> Sums | None:
     """The part that was asked for; None: there is no such part."""
     parts = parts_of_sums(encoded)
-    if not asked.part < parts <= SUMS_PARTS_MAX:
+    if parts > SUMS_PARTS_MAX:
+        encoded, parts = NO_SUMS, 1
+    if asked.part >= parts:
         return None
     first = asked.part * SUMS_PART_BYTES
     return Sums(lease=asked.lease, part=asked.part, parts=parts, content=encoded[first : first + SUMS_PART_BYTES])

@@ -61,7 +61,7 @@ from connector.staging import advertised_layout_name, is_staged
 from connector.step_metadata import HandshakeMetadata, StepMetadata, WorkerReport
 from connector.versions import NIXL, shown_version
 from connector.wire.administration import LEAVE_SECRET_BYTES
-from connector.wire.control import encode_sums
+from connector.wire.control import NO_SUMS, encode_sums
 from connector.wire.handshake import ActorExtension
 from connector.wire.metadata import encode_agent_metadata
 from connector.worker.block_sums import BlockSums
@@ -430,7 +430,7 @@ class ConnectorWorker:
         thread.flush()
 
     def _with_sums(self, command: Command, block_sums: BlockSums) -> Command:
-        """A grant with the checksums of what is lent: nobody can read it before. Without them nobody verifies it."""
+        """A grant with the checksums of what is lent: nobody can read it before."""
         if not isinstance(command, LeaseGranted) or command.block_ids is None:
             return command
         assert self._layout is not None
@@ -440,7 +440,7 @@ class ConnectorWorker:
             sums = lease_sums(blocks, found)
         except Exception as error:  # a check is not worth a step
             log_crash("checksums", error)
-            return command
+            return msgspec.structs.replace(command, block_ids=None, sums=NO_SUMS)
         return msgspec.structs.replace(command, block_ids=None, sums=encode_sums(sums))
 
     def _find_sums(self, wanted: Sequence[SumsWanted], thread: ActorThread[Command | AfterSteps]) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from statemachine.failures import ActorCrashed, BadParams, Failure, TransferError
+from statemachine.failures import ActorCrashed, BadParams, ChecksumsMissing, Failure, TransferError
 from statemachine.kernel import Effect, Event
 from statemachine.lease import LeaseName
 
@@ -117,10 +117,10 @@ class BlocksResolved(Event, frozen=True, kw_only=True):
 
 
 class BlocksRejected(Event, frozen=True, kw_only=True):
-    """Answer to ResolveBlocks: the request names blocks that P does not have."""
+    """Answer to ResolveBlocks: the request names blocks that P does not have, or cannot be verified."""
 
     request_id: str
-    failure: BadParams
+    failure: BadParams | ChecksumsMissing
 
 
 class ReadEnded(Event, frozen=True, kw_only=True):

@@ -13,8 +13,9 @@ from connector.observe.asking import Address
 from connector.observe.explanation import explain, find, live_of
 from connector.observe.live import Question, opened_surveyor
 from connector.protocol import AbortPull, LeaseGranted, ReceiveEnded
+from connector.wire.control import NO_SUMS
 from connector.wire.inspection import RequestRow
-from statemachine.failures import BadParams, Corrupt, Incompatible, TransferError
+from statemachine.failures import BadParams, ChecksumsMissing, Corrupt, Incompatible, TransferError
 from statemachine.remote_engine import NotificationFailed
 from tests.actors.engines import BLOCKS, HOST, Engine, engine, lease_of, parallel_engine, until
 from tests.actors.test_pull import run
@@ -99,7 +100,7 @@ def test_blocks_that_were_not_lent_with_the_lease_are_refused() -> None:
 
 
 def test_checksums_that_do_not_come_are_what_is_waited_for() -> None:
-    """The engine that lends could not make them: the connection stands, and no READ begins."""
+    """The lease was granted, and P does not answer: the connection stands, and no READ begins."""
 
     async def test() -> None:
         hasty = ConnectorOptions(verify="all", request_timeout_seconds=3.0, handshake_timeout_seconds=2.0)
@@ -124,6 +125,20 @@ def test_checksums_that_do_not_come_are_what_is_waited_for() -> None:
             records, live = live_of(found.rows())
             (answer,) = (explain(case, live) for case in find("a", records, live))
             assert "the checksums of its blocks (verify) from prefill engine p did not come" in answer.cause
+
+    run(test)
+
+
+def test_what_p_could_make_no_checksums_of_is_not_waited_for() -> None:
+    """Nor is it read: the engine that reads is to verify everything."""
+
+    async def test() -> None:
+        async with engine("p", serves=True, options=ALL) as p, engine("d", serves=True, options=ALL) as d:
+            p.supervisor.deliver(LeaseGranted(lease=lease_of("remote-a"), lease_seconds=30.0, blocks=1, sums=NO_SUMS))
+            ended = await pulled(d, p, "a", [1], [9])
+            assert isinstance(ended.failure, ChecksumsMissing)
+            p.lend("remote-b")
+            assert (await pulled(d, p, "b", [2], [9])).failure is None, "the connection stands"
 
     run(test)
 
@@ -209,14 +224,14 @@ def test_what_was_summed_for_a_request_that_has_ended_says_nothing_of_the_next_o
     async def test() -> None:
         async with engine("p", serves=True, options=ALL) as p, engine("d", options=ALL) as d:
             fill(p)
-            found, deliver = [], d.outcomes.deliver
-            d.outcomes.deliver = found.append
+            found, deliver = [], d.events.deliver
+            d.events.deliver = found.append
             p.lend("remote-a")
             d.pull("a", p, [1], [1])
             await until(lambda: found)
             d.supervisor.deliver(AbortPull(request_id="a"))
             await until(lambda: d.received("a"))
-            d.outcomes.clear()
+            d.events.clear()
             p.lend("remote-b")
             p.memory[1, 1, 7] ^= 16
             d.pull("a", p, [1], [1], remote_request_id="remote-b")

@@ -39,6 +39,7 @@ EXAMPLES: list[Failure] = [
     failures.LeaseOver(**_PEER, remote_request_id="cmpl-3", why="expired"),
     failures.LeaseNotProven(**_PEER, remote_request_id="cmpl-3", waited_seconds=1.25),
     failures.Corrupt(**_PEER, remote_request_id="cmpl-3", region="model.layers.4", block=71, differing=1, compared=640),
+    failures.ChecksumsMissing(**_PEER, remote_request_id="cmpl-3"),
     failures.LeaseExpired(lent_seconds=30.5, blocks=4, holders="held by decode-1"),
     failures.DeadlineExceeded(timeout_seconds=120.0, phase="reading"),
     failures.PackingFailed(error="RuntimeError('no kernel')"),
@@ -67,6 +68,7 @@ UNSPOKEN = {
     ("LeaseOver", "address"),
     ("LeaseNotProven", "address"),
     ("Corrupt", "address"),
+    ("ChecksumsMissing", "address"),
     # Said in words, see test_a_lost_transport_is_said_in_words.
     ("TransferError", "transport_lost"),
 }

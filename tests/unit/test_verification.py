@@ -19,14 +19,18 @@ from connector.layout.landing import Permute
 from connector.layout.plan import EnginePlan
 from connector.layout.verification import SAMPLED_BLOCKS, compared, lent_blocks, lent_runs, match, spread
 from connector.nixl_connector import NixlActorConnector
-from connector.protocol import LeaseGranted, Stretch
+from connector.protocol import Command, LeaseGranted, Stretch
+from connector.runtime.thread import ActorThread
 from connector.runtime.verification import difference, known_sums, lease_sums, stretches
 from connector.step_metadata import StepMetadata
 from connector.wire.bounded import DecodeFailed
 from connector.wire.control import (
+    NO_SUMS,
     SUMS_PART_BYTES,
+    SUMS_PARTS_MAX,
     AskSums,
     LeaseSums,
+    Sums,
     decode_answer,
     decode_request,
     decode_sums,
@@ -181,6 +185,37 @@ def test_the_worker_sums_what_it_lends_after_the_steps_before(monkeypatch: pytes
         finally:
             connector.shutdown()
     assert calls == ["step", "lent"]
+
+
+def test_a_grant_says_that_no_checksums_could_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who reads would wait for them until its deadline."""
+    told: list[Command] = []
+
+    def of(sums: BlockSums, wanted: list[Stretch], *, after_steps: bool = False) -> np.ndarray:
+        raise torch.OutOfMemoryError("no memory left")
+
+    monkeypatch.setattr(BlockSums, "of", of)
+    monkeypatch.setattr(ActorThread, "post", lambda thread, command: told.append(command))
+    config = engine_config(write_model(tmp_path / "model"))
+    config.kv_transfer_config.kv_connector_extra_config = {"verify": "all"}
+    caches = cache_config(attention_spec())
+    granted = LeaseGranted(lease=LEASE, lease_seconds=60.0, blocks=2, block_ids=([3, 4],))
+    with single_rank(config, tmp_path):
+        connector = NixlActorConnector(config, KVConnectorRole.WORKER, caches)
+        try:
+            connector.register_kv_caches(allocate(caches))
+            connector.bind_connector_metadata(StepMetadata(commands=[granted]))
+            connector.start_load_kv(None)  # type: ignore[arg-type]
+        finally:
+            connector.shutdown()
+    (found,) = [each for each in told if isinstance(each, LeaseGranted)]
+    assert (found.block_ids, found.sums) == (None, NO_SUMS)
+
+
+def test_checksums_that_need_too_many_parts_are_said_not_to_be_there() -> None:
+    asked = AskSums(lease=LEASE, part=0)
+    too_long = bytes(SUMS_PARTS_MAX * SUMS_PART_BYTES + 1)
+    assert sums_answer(asked, too_long) == Sums(lease=LEASE, part=0, parts=1, content=NO_SUMS)
 
 
 @pytest.mark.parametrize("count", [0, 1, SAMPLED_BLOCKS, SAMPLED_BLOCKS + 1, 1000])
