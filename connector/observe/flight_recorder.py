@@ -76,10 +76,6 @@ class FlightRecorder:
         older_ends = [each for each in self._bad_ends if each[0] < oldest_ns]
         return steps[::-1] + older_ends[::-1]
 
-    def oldest_first(self) -> list[tuple[Any, ...]]:
-        """Every step that was not overwritten, as fields of `Step`."""
-        return list(self._steps)
-
     def oldest_ns(self) -> int | None:
         """From when on every step is kept."""
         return self._steps[0][0] if self._steps else None

@@ -3,9 +3,9 @@
     control socket --Inspect--> ask --> mailbox --> one task: looks at the cores, a slice at a time --> Inspected
 
 It changes nothing: it reads the views of the cores (`RemoteEngine.view`, `Lending.leases`, `Roster.view`), what `Reads`
-was given, and the flight recorder. One question is answered at a time, and at most QUESTIONS_WAITING_MAX wait, of one
-tool QUESTIONS_OF_ONE_MAX; one that does not fit is dropped, as if it had been lost on its way. Who asks is charged for
-the work (`Listener.charge`), so that tools cannot keep the thread busy.
+was given, and the recorder. One question is answered at a time, and at most QUESTIONS_WAITING_MAX wait, of one tool
+QUESTIONS_OF_ONE_MAX; one that does not fit is dropped, as if it had been lost on its way. Who asks is charged for the
+work (`Listener.charge`), so that tools cannot keep the thread busy.
 
 Nobody waits for it. What a question is about is listed in one go (references, some 10 ns each), and then looked through
 and rendered in slices of at most ROWS_PER_SLICE rows or LOOKED_AT_PER_SLICE others, between which every other task has
@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Hashable, Mapping, Sequence, Sized
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Mapping, Sequence, Sized
+from typing import Any, NamedTuple
 
 import msgspec
 import trio
@@ -44,12 +44,12 @@ from connector.wire.inspection import (
     optional_text,
     text,
 )
-from statemachine import hold, lease, peer, request
+from statemachine import hold, lease, request
 from statemachine.failures import Failure
 from statemachine.lease import LeaseName
-from statemachine.remote_engine import ClaimView, RequestView
+from statemachine.remote_engine import ClaimView
 from statemachine.roster import PeerKey, Roster
-from statemachine.trace import TransitionRecord
+from statemachine.trace import Observer, TransitionRecord
 
 QUESTIONS_WAITING_MAX = 64
 QUESTIONS_OF_ONE_MAX = 4
@@ -64,9 +64,6 @@ _AFTER = Step._fields.index("after")
 
 UNMET = "unmet"
 """State of a hold on an engine that has not been connected since it was wanted."""
-
-Entered: TypeAlias = dict[tuple[str | None, int], dict[Hashable, int]]
-"""By engine id of the other side and its rank, and by name: when an instance came into its state, in nanoseconds."""
 
 
 class _Source(NamedTuple):
@@ -177,16 +174,13 @@ class Inspector:
                 row = await self._engine_row()
                 return _Source([row], _anything, lambda row: row)
             case "peers":
-                entered = await self._entered(peer.Peer, lambda each: each.engine_id)
-                return _Source(list(self._peers), _is_of_engine, lambda key: self._peer_row(key, entered))
+                return _Source(list(self._peers), _is_of_engine, self._peer_row)
             case "requests":
                 return await self._requests()
             case "holds":
                 return await self._holds()
             case "leases":
-                entered = await self._entered(lease.Lease, lambda each: each.name)
-                leases = self._lease_keeper.leases()
-                return _Source(leases, is_about, lambda value: self._lease_row(value, entered))
+                return _Source(self._lease_keeper.leases(), is_about, self._lease_row)
             case "reads":
                 reads = self._context.reads.in_hand()
                 return _Source(reads, lambda each, what: what in each[0].request_id, self._read_row)
@@ -208,7 +202,6 @@ class Inspector:
 
     async def _requests(self) -> _Source:
         """Lists of names, not of pairs: so many small objects at once would call for the collector of garbage."""
-        entered = await self._entered(request.Request, lambda each: each.request_id)
         positions = {name: place for place, name in enumerate(self._context.reads.waiting())}
         actors: list[PeerActor] = []
         subjects: list[str | tuple[str, LeaseName]] = []
@@ -221,11 +214,10 @@ class Inspector:
         return _Source(
             range(len(subjects)),
             lambda number, what: _is_request_about(actors[number], subjects[number], what),
-            lambda number: self._request_row(actors[number], subjects[number], entered, positions),
+            lambda number: self._request_row(actors[number], subjects[number], positions),
         )
 
     async def _holds(self) -> _Source:
-        entered = await self._entered(hold.Hold, lambda each: each.lease, lambda each: each.rank)
         actors: list[PeerActor] = []
         leases: list[LeaseName] = []
         ranks: list[int] = []
@@ -238,7 +230,7 @@ class Inspector:
         return _Source(
             range(len(leases)),
             lambda number, what: _is_hold_about(actors[number], leases[number], what),
-            lambda number: self._hold_row(actors[number], leases[number], ranks[number], entered),
+            lambda number: self._hold_row(actors[number], leases[number], ranks[number]),
         )
 
     # --- rows -------------------------------------------------------------------------------------------------------
@@ -304,7 +296,7 @@ class Inspector:
         )
         return counts, peers, leases
 
-    def _peer_row(self, key: PeerKey, entered: Entered) -> AnyRow | None:
+    def _peer_row(self, key: PeerKey) -> AnyRow | None:
         actor, member = self._peers.get(key), self._roster.view(key)
         if actor is None or member is None:
             return None
@@ -314,7 +306,7 @@ class Inspector:
             engine_id=text(key.engine_id),
             address=text(member.place),
             state=value.state.value,
-            since_seconds=self._since(entered, key.engine_id, key.engine_id),
+            since_seconds=self._since(actor.observer, value),
             failure=failure.kind if failure is not None else None,
             detail=optional_text(failure, DETAIL_LENGTH_MAX),
             failures=value.failures,
@@ -334,11 +326,7 @@ class Inspector:
         )
 
     def _request_row(
-        self,
-        actor: PeerActor,
-        subject: str | tuple[str, LeaseName],
-        entered: Entered,
-        positions: Mapping[str, int],
+        self, actor: PeerActor, subject: str | tuple[str, LeaseName], positions: Mapping[str, int]
     ) -> AnyRow | None:
         if not isinstance(subject, str):
             return self._queued_row(actor, *subject)
@@ -356,7 +344,7 @@ class Inspector:
             address=text(actor.core.address),
             state=value.state.value,
             waits_for=view.waits_for if position is None else "turn",
-            since_seconds=self._since_request(view, entered),
+            since_seconds=self._since(actor.observer, value),
             age_seconds=self._passed(view.started_ns) if view.started_ns is not None else None,
             until_seconds=self._left(view.until_ns),
             queue_position=position,
@@ -397,7 +385,7 @@ class Inspector:
             detail=None,
         )
 
-    def _hold_row(self, actor: PeerActor, name: LeaseName, rank: int, entered: Entered) -> AnyRow | None:
+    def _hold_row(self, actor: PeerActor, name: LeaseName, rank: int) -> AnyRow | None:
         claim = actor.core.view_claim(name)
         if claim is None or rank >= max(1, len(claim.holds)):
             return None
@@ -410,18 +398,14 @@ class Inspector:
             peer=text(actor.core.engine_id),
             rank=rank,
             state=value.state.value if value is not None else UNMET,
-            since_seconds=(
-                self._since(entered, actor.core.engine_id, name, rank)
-                if value is not None
-                else self._passed(claim.heard_ns)
-            ),
+            since_seconds=(self._since(actor.observer, value) if value is not None else self._passed(claim.heard_ns)),
             proven_seconds=self._left(proven_until_ns) if proven_until_ns >= 0 else None,
             why=optional_text(value.why if value is not None else None),
             users=tuple(text(each) for each in claim.users[:LIST_LENGTH_MAX]),
             users_count=len(claim.users),
         )
 
-    def _lease_row(self, value: lease.Lease, entered: Entered) -> AnyRow:
+    def _lease_row(self, value: lease.Lease) -> AnyRow:
         is_held = value.state is lease.State.HELD
         holders = tuple(
             inspection.HolderRow(
@@ -437,7 +421,7 @@ class Inspector:
             request_id=text(value.name.request_id),
             lease_number=value.name.number,
             state=value.state.value,
-            since_seconds=self._since(entered, None, value.name),
+            since_seconds=self._since(self._lease_keeper.observer, value),
             deadline_seconds=self._left(value.deadline_ns) if is_held else None,
             limit_seconds=self._left(value.latest_ns) if is_held else None,
             blocks=value.blocks,
@@ -501,28 +485,10 @@ class Inspector:
 
     # --- times ------------------------------------------------------------------------------------------------------
 
-    async def _entered(
-        self, kind: type[Any], name: Callable[[Any], Hashable], rank: Callable[[Any], int] = lambda each: 0
-    ) -> Entered:
-        """When each instance of one machine came into the state that it was in last, as far back as steps are kept."""
-        entered: Entered = {}
-        steps = self._context.recorder.flight.oldest_first()
-        self._looked_at += len(steps)
-        for first in range(0, len(steps), LOOKED_AT_PER_SLICE):
-            for at_ns, _, _, after, peer_id, *_ in steps[first : first + LOOKED_AT_PER_SLICE]:
-                if after.__class__ is kind:
-                    entered.setdefault((peer_id, rank(after)), {})[name(after)] = at_ns
-            await trio.lowlevel.checkpoint()
-        return entered
-
-    def _since(self, entered: Entered, peer_id: str | None, name: Hashable, rank: int = 0) -> float | None:
-        at_ns = entered.get((peer_id, rank), {}).get(name)
-        return self._passed(at_ns) if at_ns is not None else None
-
-    def _since_request(self, view: RequestView, entered: Entered) -> float | None:
-        if view.entered_ns is not None:
-            return self._passed(view.entered_ns)
-        return self._since(entered, view.value.peer, view.value.request_id)
+    def _since(self, observer: Observer, value: object) -> float | None:
+        """For how long a living value of the core that tells `observer` of its steps has been in its state."""
+        entered_ns = self._context.recorder.entered_ns(observer, value)
+        return self._passed(entered_ns) if entered_ns is not None else None
 
     def _passed(self, since_ns: int) -> float:
         return (self._clock.now_ns() - since_ns) / NS_PER_SECOND

@@ -92,7 +92,7 @@ class LeaseKeeper:
     """See the module's docstring. All methods are called in the trio thread.
 
     Args:
-        observe: told of every step of a lease; None: nobody wants to know.
+        observe: told of every step of a lease.
         catch_up: has what `observe` was told put to use: before the engine hears of a lease's end, and after all else.
         figures: where late and stray releases, and strangers' messages that are good for nothing, are counted.
         emit: hands a worker event to the engine thread.
@@ -112,7 +112,7 @@ class LeaseKeeper:
         *,
         limits: LendingLimits,
         clock: Clock,
-        observe: Observer | None,
+        observe: Observer,
         catch_up: Callable[[], None] = lambda: None,
         figures: Figures,
         emit: Callable[[WorkerEvent], None],
@@ -128,6 +128,7 @@ class LeaseKeeper:
         self._hear_engine = hear_engine
         self._inspect = inspect
         self._meet = meet
+        self.observer = observe
         self._core = Lending(limits, observe)
         self._catch_up = catch_up
         self._figures = figures

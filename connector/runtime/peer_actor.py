@@ -95,12 +95,13 @@ class PeerActor:
         self._key = key
         self._tell_roster = tell_roster
         local = context.local.layout
+        self.observer = context.recorder.observer(address.engine_id, self.amounts, self._log_of_peer())
         self.core = core.RemoteEngine(
             address.engine_id,
             address,
             engine_limits(context.options),
             identity=f"{local.engine_id}/{local.tp_rank}",
-            observe=context.recorder.observer(address.engine_id, self.amounts, self._log_of_peer()),
+            observe=self.observer,
         )
         self._notices: WaitNotices | None = None
         if context.event_log is not None:

@@ -145,6 +145,13 @@ class Recorder:
         except Exception as error:
             self._crashes.note("counting of transitions", error)
 
+    def entered_ns(self, observer: Observer, value: object) -> int | None:
+        """When a living value of the core that `observer` was made for came into its state. None: the core has not told
+        the step that made it, which it does with its next event."""
+        self.catch_up()
+        entered_ns: dict[int, int] = observer.whose[3]
+        return entered_ns.get(id(value))
+
     def render(self, fields: tuple[Any, ...], number: int) -> TransitionRecord:
         """A step as a record. Its time of day is what it would be if the clock had not been set since."""
         wall = self._started() + fields[0] / NS_PER_SECOND

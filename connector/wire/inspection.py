@@ -169,7 +169,7 @@ class PeerRow(Row, frozen=True, kw_only=True):
     """A remote engine as this worker reads from it.
 
     Attributes:
-        since_seconds: in its state; None: longer than the flight recorder reaches.
+        since_seconds: in its state; None: not known.
         failure, detail: kind and sentence of the last failure.
         ranks: of it that are connected.
         queued: requests that are announced and wait in vLLM's queue; `requests` have their blocks.
@@ -213,7 +213,7 @@ class RequestRow(Row, frozen=True, kw_only=True):
     Attributes:
         waits_for: scheduler, peer, checksums (with the option verify, which P has not said yet), turn (its READs wait
             for those of other requests), reads, proof or quiescence.
-        since_seconds: in its state; None: longer than the flight recorder reaches.
+        since_seconds: in its state; None: not known.
         age_seconds: since its blocks were allocated; of a queued one, since this engine first heard of its lease.
         until_seconds: until its state ends at the latest; None: not bounded by the connector.
         queue_position: of its READs among the requests whose turn has not come, from 0.

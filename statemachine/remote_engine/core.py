@@ -760,22 +760,16 @@ class RemoteEngine:
         if value is None:
             return None
         deadline_ns = self._timers.get(("deadline", request_id))
-        entered_ns, until_ns = None, deadline_ns
-        ends_ns, length_ns = None, 0
+        until_ns = None
         if value.state is request.State.DRAINING:
-            ends_ns, length_ns = self._timers.get(("quiesce", request_id)), self._limits.quiesce_ns
+            until_ns = self._timers.get(("quiesce", request_id))
         elif value.state is request.State.PROVING:
-            ends_ns, length_ns = self._timers.get(("proof", request_id)), self._limits.lease_ns
-        if ends_ns is not None:
-            entered_ns, until_ns = ends_ns - length_ns, ends_ns
-        started_ns = deadline_ns - self._limits.request_ns if deadline_ns is not None else None
+            until_ns = self._timers.get(("proof", request_id))
         return RequestView(
             value=value,
             waits_for=waits_for(value.state, self._peer.state),
-            started_ns=started_ns,
-            deadline_ns=deadline_ns,
-            entered_ns=entered_ns,
-            until_ns=until_ns,
+            started_ns=deadline_ns - self._limits.request_ns if deadline_ns is not None else None,
+            until_ns=until_ns if until_ns is not None else deadline_ns,
         )
 
     def queued(self) -> list[tuple[str, LeaseName]]:

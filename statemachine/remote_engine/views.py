@@ -33,16 +33,12 @@ class RequestView(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         started_ns: when its blocks were allocated here.
-        deadline_ns: by when it ends, at the latest by draining.
-        entered_ns: when it came into its state, where a timer of the core says so; None: look into the trace.
         until_ns: how long it stays in its state at most.
     """
 
     value: request.Request
     waits_for: WaitsFor
     started_ns: int | None
-    deadline_ns: int | None
-    entered_ns: int | None
     until_ns: int | None
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 
+import msgspec
 import pytest
 import trio
 
@@ -37,7 +38,7 @@ from connector.wire.inspection import (
     RequestRow,
 )
 from statemachine.failures import DeviceMemoryExhausted
-from tests.actors.engines import HOST, Engine, engine, lend_by_all, parallel_engine, until
+from tests.actors.engines import HOST, Engine, WarpedClock, engine, lend_by_all, parallel_engine, until
 from tests.actors.late_reads import Answer, LateReads
 from tests.actors.test_pull import run
 
@@ -46,6 +47,8 @@ OPTIONS = ConnectorOptions(
 )
 UPTIME = re.compile(r'"uptime_seconds": ?[0-9.]+|goes-away/0 +\S+ +[0-9.]+ (?:m?s|min [0-9]+ s)')
 """In what `ps` prints, of an engine that answers."""
+LEAP_SECONDS = 10.0
+"""More than a test takes, and less than a lease time."""
 EVERYTHING = tuple(Question(what=what) for what in WHATS)
 
 
@@ -282,6 +285,28 @@ def test_why_a_queued_request_will_fail_whose_prefill_engine_has_ended() -> None
             assert [(each.level, each.what.partition(") ")[2]) for each in answers] == [
                 ("note", "has ended, as it had said")
             ]
+
+    run(test)
+
+
+def test_two_peers_that_share_an_engine_id_have_each_its_own_times() -> None:
+    """Requests that describe one engine with different sizes lead to two peers."""
+
+    async def test() -> None:
+        clock = WarpedClock()
+        options = ConnectorOptions(incompatible_backoff_seconds=60.0)
+        async with engine("p", serves=True) as p, engine("d", serves=True, options=options, clock=clock) as d:
+            lent = lend_by_all([p], "lent")
+            d.wait_for("first", lent, p.address)
+            first = await holds_are(d, "held")
+            assert [row.state for row in first.engines[0].of(PeerRow)] == ["ready"]
+            clock.leap(LEAP_SECONDS)
+            d.wait_for("second", lent, msgspec.structs.replace(p.address, tp_size=2))
+            await until(lambda: d.trace.path("peer", "p")[-1:] == ["incompatible"])
+            of_d = (await asked(d)).engines[0]
+            since_seconds = {row.state: row.since_seconds for row in of_d.of(PeerRow)}
+            assert set(since_seconds) == {"ready", "incompatible"}
+            assert since_seconds["ready"] > LEAP_SECONDS > since_seconds["incompatible"]
 
     run(test)
 

@@ -64,16 +64,19 @@ def worker() -> Inspector:
     """With so much to tell."""
     clock = BootClock()
     recorder = Recorder(engine_id="d", rank=0, role="worker", clock=clock, sink=None)
-    core = RemoteEngine("p", "10.0.0.1:5600", LIMITS, observe=recorder.observer("p"))
-    keeper = Lending(LendingLimits(lease_ns=_S, total_ns=_S), recorder.observer(None))
+    of_peer, of_leases = recorder.observer("p"), recorder.observer(None)
+    core = RemoteEngine("p", "10.0.0.1:5600", LIMITS, observe=of_peer)
+    keeper = Lending(LendingLimits(lease_ns=_S, total_ns=_S), of_leases)
     for number in range(ROWS):
         lease = LeaseName(f"cmpl-3f0a4b0d5f9e4c8e8d7a{number}-0-9b1c", number + 1)
         started = remote_engine.Started(request_id=f"cmpl-{number}-0-1", lease=lease, address=core.address, age_ns=0)
         core.handle(started, clock.now_ns())
         keeper.handle(lending.Computing(lease=lease), clock.now_ns())
         keeper.handle(lending.Granted(lease=lease, blocks=16), clock.now_ns())
+    recorder.catch_up()
     actor: Any = SimpleNamespace(
         core=core,
+        observer=of_peer,
         amounts=lambda _: (16, None, None),
         quarantine=lambda _: None,
         quarantined_blocks=lambda: 0,
@@ -92,7 +95,7 @@ def worker() -> Inspector:
         ),
     )
     known: Any = SimpleNamespace(view=lambda _: MemberView("10.0.0.1:5600", 0, False))
-    leases: Any = SimpleNamespace(leases=keeper.leases, late_releases=0, notifications_dropped=0)
+    leases: Any = SimpleNamespace(observer=of_leases, leases=keeper.leases, late_releases=0, notifications_dropped=0)
     control: Any = None
     return Inspector(
         facts=EngineFacts(),
@@ -101,6 +104,7 @@ def worker() -> Inspector:
         roster=known,
         lease_keeper=leases,
         control=control,
+        held=(),
         stopped=lambda: None,
     )
 

@@ -44,7 +44,7 @@ def test_a_request_that_waits_says_since_when_and_until_when(core: RemoteEngine)
     view = core.view_request("on-d")
     assert view is not None
     assert view.value.state is request.State.PENDING_HANDSHAKE
-    assert (view.started_ns, view.deadline_ns, view.until_ns) == (5 * SECOND, 125 * SECOND, 125 * SECOND)
+    assert (view.started_ns, view.until_ns) == (5 * SECOND, 125 * SECOND)
     assert core.request_ids() == ["on-d"]
     assert core.view_request("nobody") is None
 
@@ -56,7 +56,7 @@ def test_a_draining_request_has_the_bound_of_its_drain(core: RemoteEngine) -> No
     view = core.view_request("on-d")
     assert view is not None
     assert view.value.state is request.State.DRAINING
-    assert (view.entered_ns, view.until_ns) == (40 * SECOND, 60 * SECOND)
+    assert view.until_ns == 60 * SECOND
 
 
 def test_a_request_says_what_it_waits_for(core: RemoteEngine) -> None:

@@ -649,8 +649,6 @@ def view_of(value: request.Request, peer_state: peer.State) -> remote_engine.Req
         value=value,
         waits_for=waits_for(value.state, peer_state),
         started_ns=None,
-        deadline_ns=None,
-        entered_ns=None,
         until_ns=None,
     )
 

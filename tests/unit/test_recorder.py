@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from connector.clock import NS_PER_SECOND
+from connector.observe.flight_recorder import FlightRecorder
 from connector.protocol import PeerAddress
 from connector.runtime.figures import Figures
 from connector.runtime.recorder import Recorder
@@ -332,6 +333,31 @@ class BrokenSink(ListSink):
 
 def _raise(*step: object) -> None:
     raise RuntimeError("injected")
+
+
+def test_since_when_a_living_value_is_in_its_state_is_known_however_few_steps_are_kept(clock: HandClock) -> None:
+    """A renewal is no other state, and what another core does changes nothing."""
+    recorder = Recorder(
+        engine_id="e", rank=0, role="worker", clock=clock, sink=None, flight=FlightRecorder(steps_kept=1)
+    )
+    observe, observe_other = recorder.observer(None), recorder.observer(None)
+    core, other = Lending(LIMITS, observe), Lending(LIMITS, observe_other)
+
+    def entered_ns() -> int | None:
+        (value,) = core.leases()
+        return recorder.entered_ns(observe, value)
+
+    core.handle(COMPUTING, clock.ns)
+    assert entered_ns() == clock.ns
+    clock.pass_seconds(1)
+    granted_ns = clock.ns
+    core.handle(GRANTED, clock.ns)
+    for each in (other, core):
+        clock.pass_seconds(1)
+        each.handle(COMPUTING if each is other else HEARTBEAT, clock.ns)
+    assert entered_ns() == granted_ns
+    (of_other,) = other.leases()
+    assert recorder.entered_ns(observe, of_other) is None
 
 
 @pytest.mark.parametrize("broken", ["figures", "sink", "log", "amounts"])
