@@ -36,7 +36,7 @@ class ActorContext:
         emit: hands a worker event to the engine thread.
         log_failure: writes one line for people: subject, failure.
         sums: where the engine thread is asked for checksums.
-        event_log: what becomes of peers, for people; None: nobody wants to know.
+        event_log: what becomes of peers, for people.
         log_crash: writes a line with a traceback: what raised it, what it raised.
     """
 
@@ -53,7 +53,7 @@ class ActorContext:
     emit: Callable[[WorkerEvent], None]
     log_failure: Callable[[str, Failure], None]
     log_crash: Callable[[str, BaseException], None]
-    event_log: EventLog | None
+    event_log: EventLog
     sums: SumDesk
 
 

@@ -55,7 +55,6 @@ from statemachine import roster
 from statemachine.failures import ActorCrashed, BadParams, ChecksumsMissing, Failure
 from statemachine.kernel import Effect, Event
 from statemachine.roster import PeerKey
-from statemachine.trace import LogSteps
 
 
 @dataclass(kw_only=True)
@@ -95,7 +94,9 @@ class PeerActor:
         self._key = key
         self._tell_roster = tell_roster
         local = context.local.layout
-        self.observer = context.recorder.observer(address.engine_id, self.amounts, self._log_of_peer())
+        self.observer = context.recorder.observer(
+            address.engine_id, self.amounts, context.event_log.observer_of_peer(self._describe)
+        )
         self.core = core.RemoteEngine(
             address.engine_id,
             address,
@@ -103,11 +104,9 @@ class PeerActor:
             identity=f"{local.engine_id}/{local.tp_rank}",
             observe=self.observer,
         )
-        self._notices: WaitNotices | None = None
-        if context.event_log is not None:
-            self._notices = WaitNotices(
-                context.event_log, self.core, says_who_is_queued=local.tp_rank == 0, name=self._named
-            )
+        self._notices = WaitNotices(
+            context.event_log, self.core, says_who_is_queued=local.tp_rank == 0, name=self._named
+        )
         self._inbox: deque[Event | PullCommand] = deque()
         self._commands_waiting = 0  # of those in the inbox
         self._pulls: dict[str, _Pull] = {}
@@ -200,8 +199,7 @@ class PeerActor:
 
     def _next_deadline(self) -> int | None:
         """The next deadline of the core, or of a line that is to be written."""
-        next_ns = self.core.next_deadline()
-        said_ns = self._notices.next_deadline() if self._notices is not None else None
+        next_ns, said_ns = self.core.next_deadline(), self._notices.next_deadline()
         if next_ns is None or said_ns is None:
             return said_ns if next_ns is None else next_ns
         return min(next_ns, said_ns)
@@ -220,8 +218,7 @@ class PeerActor:
         try:
             self._hear_all()
             if advance:
-                if self._notices is not None:
-                    self._notices.write(self._context.clock.now_ns())
+                self._notices.write(self._context.clock.now_ns())
                 self._carry_out(self.core.advance(self._context.clock.now_ns()))
                 self._hear_all()
             was_connected, self._was_connected = self._was_connected, self.core.is_connected
@@ -241,10 +238,6 @@ class PeerActor:
         since_ns = self._context.clock.now_ns() - came_ns
         age_seconds = command.age_seconds + since_ns / NS_PER_SECOND
         return f"request {command.request_id}, engine {self._describe()}, known for {age_seconds:.1f} s"
-
-    def _log_of_peer(self) -> LogSteps | None:
-        log = self._context.event_log
-        return None if log is None else log.observer_of_peer(self._describe)
 
     def _describe(self) -> str:
         """What the log calls the engine."""
@@ -321,19 +314,16 @@ class PeerActor:
             case MeetPeer(peer=address):
                 return core.MeetAsked(address=address)
             case StartPull(awaited=False):
-                if self._notices is not None:
-                    self._notices.end(command.request_id)
+                self._notices.end(command.request_id)
                 return core.NotNeeded(request_id=command.request_id, lease=command.lease, address=command.peer)
             case StartPull():
                 now_ns = self._context.clock.now_ns()
                 blocks = sum(len(group.local_block_ids) for group in command.groups)
                 self._pulls[command.request_id] = _Pull(command=command, began_ns=now_ns, blocks=blocks)
-                if self._notices is not None:
-                    self._notices.begin(command, now_ns)
+                self._notices.begin(command, now_ns)
                 kind: type[core.Started | core.Announced] = core.Started
             case TrackLease():
-                if self._notices is not None:
-                    self._notices.begin(command, self._context.clock.now_ns())
+                self._notices.begin(command, self._context.clock.now_ns())
                 kind = core.Announced
         return kind(
             request_id=command.request_id,
@@ -481,8 +471,7 @@ class PeerActor:
 
     def _report(self, effect: core.Report) -> None:
         request_id, failure = effect.request_id, effect.failure
-        if self._notices is not None:
-            self._notices.end(request_id)
+        self._notices.end(request_id)
         self._context.recorder.catch_up()
         pull = self._pulls[request_id] if effect.is_quarantined else self._pulls.pop(request_id)
         resolved = pull.resolved if failure is None else None
@@ -515,8 +504,7 @@ class PeerActor:
         self._context.figures.note_failed(HANDSHAKES_FAILED)
 
     def _note_leaving(self, effect: core.NoteLeaving) -> None:
-        if self._context.event_log is not None:
-            self._context.event_log.leaves(self._describe(), effect.grace_ns / NS_PER_SECOND)
+        self._context.event_log.leaves(self._describe(), effect.grace_ns / NS_PER_SECOND)
 
     # --- for people ---------------------------------------------------------------------------------------------
 

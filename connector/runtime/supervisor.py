@@ -87,7 +87,7 @@ class Supervisor:
         emit: hands a worker event to the engine thread.
         log_failure: writes one line for people.
         log_crash: writes a line with a traceback: which actor, what it raised.
-        event_log: what becomes of peers and leases, for people; None: nobody wants to know.
+        event_log: what becomes of peers and leases, for people.
         turned_away: see `LeaseKeeper`.
         hear_engine: calls `deliver` with what the engine has said until now and is still on its way.
         descriptors_ahead_max: as for `Reads`. A simulator, whose requests are small, passes less, so that READs wait.
@@ -111,7 +111,7 @@ class Supervisor:
         emit: Callable[[WorkerEvent], None],
         log_failure: Callable[[str, Failure], None],
         log_crash: Callable[[str, BaseException], None],
-        event_log: EventLog | None = None,
+        event_log: EventLog,
         hear_engine: Callable[[], None] = lambda: None,
         descriptors_ahead_max: int = DESCRIPTORS_AHEAD_MAX,
         facts: EngineFacts = EngineFacts(),  # noqa: B008 - a frozen value
@@ -133,7 +133,7 @@ class Supervisor:
         self._lease_keeper = LeaseKeeper(
             limits=lending_limits(options),
             clock=clock,
-            observe=recorder.observer(None, log=None if event_log is None else event_log.observe_lease),
+            observe=recorder.observer(None, log=event_log.observe_lease),
             catch_up=recorder.catch_up,
             figures=figures,
             emit=emit,
@@ -153,7 +153,7 @@ class Supervisor:
             clock=clock,
             meet=self.deliver,
             is_connected=lambda key: key in self._peers and self._peers[key].is_connected,
-            say=lambda line: event_log.write("known peers", line) if event_log is not None else None,
+            say=lambda line: event_log.write("known peers", line),
             log_crash=log_crash,
         )
         self._context = ActorContext(
@@ -380,8 +380,7 @@ class Supervisor:
                 case roster.TellNotNeeded(key=key, message=command):
                     self._peers[key].put(msgspec.structs.replace(command, awaited=False))
                 case roster.NoteQuarantine(is_full=is_full, blocks=blocks, limit_blocks=limit):
-                    if self._context.event_log is not None:
-                        self._context.event_log.quarantine(blocks, limit, is_full=is_full)
+                    self._context.event_log.quarantine(blocks, limit, is_full=is_full)
                 case _:
                     assert_never(effect)
 

@@ -49,6 +49,7 @@ from connector.layout.geometry import RankId, RankLayout
 from connector.layout.local import LocalRank
 from connector.layout.remote import layout_from_metadata
 from connector.layout.shapes import LayerShape
+from connector.observe.event_log import EventLog
 from connector.ports.nixl import MemoryRange
 from connector.ports.nixl_agent import RealNixlPort
 from connector.ports.nixl_agent.core import AgentCore
@@ -70,6 +71,7 @@ from connector.wire.control import (
 )
 from connector.wire.handshake import decode_reply, encode_reply
 from connector.worker.switch_interval import SwitchInterval
+from statemachine.failures import Failure
 from statemachine.lease import LeaseName
 from statemachine.trace import TransitionRecord
 from tests.bench.source import other_process, tell
@@ -297,6 +299,10 @@ def decode_rank(model: Model, memory: Memory, wanted: int, *, is_metered: bool) 
     port = MeteredPort.open(f"decode-{uuid.uuid4()}", memory.ranges)
     assert isinstance(port, MeteredPort)
     port.calls = []
+
+    def log_failure(subject: str, failure: Failure) -> None:
+        connected.failures.append(str(failure))
+
     connected, turns, clock = Connected(wanted), Turns() if is_metered else None, BootClock()
 
     async def make() -> Supervisor:
@@ -315,8 +321,9 @@ def decode_rank(model: Model, memory: Memory, wanted: int, *, is_metered: bool) 
             recorder=Recorder(engine_id="decode", rank=0, role="kv_consumer", clock=clock, sink=connected),
             figures=Figures(),
             emit=lambda event: None,
-            log_failure=lambda subject, failure: connected.failures.append(str(failure)),
+            log_failure=log_failure,
             log_crash=lambda name, error: connected.failures.append(f"{name}: {error!r}"),
+            event_log=EventLog("decode", 0, clock=clock, log_failure=log_failure),
         )
 
     thread: ActorThread[Command] = ActorThread("actors", make, lambda error: connected.failures.append(repr(error)))

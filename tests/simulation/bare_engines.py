@@ -51,7 +51,7 @@ from tests.simulation.agenda import Agenda
 from tests.simulation.cluster import make_trio_deterministic
 from tests.simulation.fake_network import LOOPBACK, FakeNetwork, FakeSideChannel
 from tests.simulation.fake_nixl import FakeNixlWorld, FlyingRead
-from tests.simulation.process import Machine, ProcessClock
+from tests.simulation.process import Machine, ProcessClock, SilentEventLog
 
 HEADS = 72
 """As many as ranks at most: each has one of its own then."""
@@ -157,6 +157,7 @@ class Rank:
             emit=emit,
             log_failure=_refuse_failure,
             log_crash=_refuse_crash,
+            event_log=SilentEventLog(engine_id, tp_rank, doors.clock, _refuse_failure, lambda cause, text: None),
         )
 
     def payload(self) -> bytes:

@@ -8,19 +8,21 @@ alone, and then nothing is heard of it any more; the rest of its engine goes on 
 from __future__ import annotations
 
 import enum
+import logging
 import random
 import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import msgspec
 import trio
 
-from connector.clock import NS_PER_SECOND, to_ns
+from connector.clock import NS_PER_SECOND, Clock, to_ns
 from connector.config import ConnectorOptions
 from connector.layout.local import LocalRank
+from connector.observe.event_log import EventLog
 from connector.observe.flight_recorder import BAD_ENDS_KEPT, STEPS_KEPT, FlightRecorder
 from connector.ports.nixl import MemoryRange
 from connector.protocol import (
@@ -150,6 +152,26 @@ class ProcessClock:
         return 1.7e9 + trio.current_time() + self.machine.wall_error_seconds
 
 
+class SilentEventLog(EventLog):
+    """Takes its lines where nobody reads them but `said`, which is told the cause and the text of each."""
+
+    def __init__(
+        self,
+        engine_id: str,
+        rank: int,
+        clock: Clock,
+        log_failure: Callable[[str, Failure], None],
+        said: Callable[[str, str], None],
+    ) -> None:
+        super().__init__(
+            engine_id, rank, clock=clock, log_failure=log_failure, now=lambda: clock.now_ns() / NS_PER_SECOND
+        )
+        self._said = said
+
+    def write(self, cause: str, text: str, level: int = logging.INFO) -> None:
+        self._said(cause, text)
+
+
 SUMMED_AFTER_SECONDS = 0.002
 """With the engine's next step."""
 
@@ -237,6 +259,8 @@ class Rank:
             compatibility_hash="same",
             identity=_identity(process.variant),
         )
+        self.problems_said: Counter[str] = Counter()
+        """How often it was said that a known peer cannot be met, by its place."""
         self.figures = Figures()
         self.supervisor = Supervisor(
             options=around.options_of(engine.name),
@@ -260,11 +284,9 @@ class Rank:
             emit=self._emit,
             log_failure=lambda subject, failure: self._log_failure(subject, failure),
             log_crash=lambda actor, error: around.oracles.crash(engine.name, actor, error),
+            event_log=SilentEventLog(process.engine_id, tp_rank, clock, self._log_failure, self._note_line),
             descriptors_ahead_max=DESCRIPTORS_AHEAD_MAX,
         )
-        self.problems_said: Counter[str] = Counter()
-        """How often it was said that a known peer cannot be met, by its place."""
-        self.supervisor._introducer._say = self._note_problem
         self._lag_seconds = chance.uniform(0.0, RANK_LAG_SECONDS_MAX) if tp_rank else 0.0
         # From a copy, which leaves what is drawn after this as it was without late devices.
         device = random.Random()
@@ -373,9 +395,10 @@ class Rank:
             else:
                 oracles.release(lent, message)
 
-    def _note_problem(self, line: str) -> None:
-        """Begins with "the engine at", and its place."""
-        self.problems_said[line.split()[3]] += 1
+    def _note_line(self, cause: str, line: str) -> None:
+        """A line about a known peer begins with "the engine at", and its place."""
+        if cause == "known peers":
+            self.problems_said[line.split()[3]] += 1
 
     def _log_failure(self, subject: str, failure: Failure) -> None:
         if not self.is_dead:

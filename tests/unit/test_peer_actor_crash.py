@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections import deque
 from types import SimpleNamespace
 
+from connector.clock import BootClock
+from connector.observe.event_log import EventLog
 from connector.runtime.peer_actor import PeerActor
+from connector.runtime.wait_notices import WaitNotices
 from statemachine import remote_engine
 from statemachine.failures import PeerRetired, TransferError
 from statemachine.kernel import Effect, Event
@@ -43,6 +46,11 @@ class Core:
         return None
 
 
+def notices_of(core: Core | RemoteEngine) -> WaitNotices:
+    log = EventLog("decode", 0, clock=BootClock(), log_failure=lambda subject, failure: None)
+    return WaitNotices(log, core, says_who_is_queued=True, name=lambda command, came_ns: command.request_id)
+
+
 def test_what_is_told_after_a_crash_waits_for_the_recovery() -> None:
     """The end of a READ over which it has crashed is fed again then: nobody would ever tell it a second time."""
     actor, core, woken = object.__new__(PeerActor), Core(), list[bool]()
@@ -54,7 +62,7 @@ def test_what_is_told_after_a_crash_waits_for_the_recovery() -> None:
         ),
         _inbox=deque(),
         _unheard=[],
-        _notices=None,
+        _notices=notices_of(core),
         _executors={},
         _attention=SimpleNamespace(set=lambda: woken.append(True)),
         _in_hand=None,
@@ -102,13 +110,12 @@ def test_who_came_too_late_does_not_wait_for_a_connection_that_stays() -> None:
         _context=SimpleNamespace(
             clock=SimpleNamespace(now_ns=lambda: now_ns),
             recorder=SimpleNamespace(catch_up=lambda: None),
-            event_log=None,
         ),
         _inbox=deque(),
         _unheard=[],
         _commands_waiting=0,
         _pulls={},
-        _notices=None,
+        _notices=notices_of(core),
         _executors=dict.fromkeys(effects, done.append),
         _attention=SimpleNamespace(set=lambda: None),
         _in_hand=None,
