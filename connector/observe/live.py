@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -343,17 +343,10 @@ async def opened_surveyor(
 class Surveyor:
     """Asks engines over one `side_channel`: each for `seconds`, those that nobody named for `followed_seconds`."""
 
-    def __init__(
-        self,
-        side_channel: SideChannel,
-        seconds: float,
-        followed_seconds: float,
-        wall: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, side_channel: SideChannel, seconds: float, followed_seconds: float) -> None:
         self._side_channel = side_channel
         self._seconds = seconds
         self._followed_seconds = followed_seconds
-        self._wall = wall
 
     async def survey(
         self, addresses: Iterable[Address], questions: Sequence[Question], *, follow: bool = True
@@ -484,7 +477,7 @@ class Surveyor:
                     taken = 0
                     while first is not None and taken < question.rows_max:
                         number += 1
-                        asked_at = self._wall()
+                        asked_at = time.time()
                         inspect = Inspect(
                             number=number,
                             what=question.what,
@@ -493,7 +486,7 @@ class Surveyor:
                             rows=min(ROWS_MAX, question.rows_max - taken),
                         )
                         answer = await _answer_to(inspect, link)
-                        round_trip = self._wall() - asked_at
+                        round_trip = time.time() - asked_at
                         ahead = answer.wall - asked_at - round_trip / 2
                         rows += answer.rows
                         taken += len(answer.rows)

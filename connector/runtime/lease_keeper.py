@@ -99,7 +99,7 @@ class LeaseKeeper:
         log_failure: writes one line for people: subject, failure. It limits how many it writes.
         log_crash: writes a line with a traceback: which task, what it raised.
         watch_notifications: tells the NIXL port whether anybody may be reading from us.
-        control: this worker's control socket; whoever made it closes it. None: it serves built-in readers only.
+        control: this worker's control socket; whoever made it closes it.
         hear_engine: calls `deliver` with what the engine has said until now and is still on its way. The engine tells
             of a lease before its prompt is computed, so whoever asks for one was told of it later; but the engine may
             have kept the interpreter to itself since, and what it said must not be found missing.
@@ -113,17 +113,17 @@ class LeaseKeeper:
         limits: LendingLimits,
         clock: Clock,
         observe: Observer,
-        catch_up: Callable[[], None] = lambda: None,
+        catch_up: Callable[[], None],
         figures: Figures,
         emit: Callable[[WorkerEvent], None],
         log_failure: Callable[[str, Failure], None],
         log_crash: Callable[[str, BaseException], None],
         watch_notifications: Callable[[bool], None],
-        control: Listener | None,
+        control: Listener,
         leave_secret: bytes,
-        hear_engine: Callable[[], None] = lambda: None,
-        inspect: Callable[[Inspect, bytes], None] = lambda question, reply_to: None,
-        meet: Callable[[Meet], tuple[MeetReport, int]] = lambda message: (MeetReport(rows=()), 0),
+        hear_engine: Callable[[], None],
+        inspect: Callable[[Inspect, bytes], None],
+        meet: Callable[[Meet], tuple[MeetReport, int]],
     ) -> None:
         self._hear_engine = hear_engine
         self._inspect = inspect
@@ -182,9 +182,7 @@ class LeaseKeeper:
     async def run(self) -> None:
         """Until cancelled."""
         async with trio.open_nursery() as nursery:
-            if self._control is not None:
-                serve = partial(self._serve_control, self._control)
-                nursery.start_soon(keep_running, "control socket", serve, self._log_crash)
+            nursery.start_soon(keep_running, "control socket", self._serve_control, self._log_crash)
             while True:
                 await self._inbox.wait(seconds_until(self._core.next_deadline(), self._clock.now_ns()))
                 self._named_in_turn = 0
@@ -197,7 +195,8 @@ class LeaseKeeper:
                 self._step(self._core.advance)
                 self._catch_up()
 
-    async def _serve_control(self, control: Listener) -> None:
+    async def _serve_control(self) -> None:
+        control = self._control
         while True:
             asked = await control.receive()
             self._hear_engine()
@@ -311,7 +310,6 @@ class LeaseKeeper:
         return wire.encode_answer(answer) if answer is not None else ()
 
     def _answer(self, reply_to: ReplyAddress, answer: wire.ControlAnswer | LeaveTaken | MeetReport) -> None:
-        assert self._control is not None
         assert isinstance(reply_to, bytes)
         self._control.reply(reply_to, wire.encode_answer(answer))
 

@@ -90,8 +90,8 @@ class Supervisor:
         event_log: what becomes of peers and leases, for people.
         turned_away: see `LeaseKeeper`.
         hear_engine: calls `deliver` with what the engine has said until now and is still on its way.
-        descriptors_ahead_max: as for `Reads`. A simulator, whose requests are small, passes less, so that READs wait.
         facts: what tools are told of this worker that does not change.
+        descriptors_ahead_max: as for `Reads`. A simulator, whose requests are small, passes less, so that READs wait.
         is_warm: whether the engine has been warmed up; if not, `WarmedUp` says so, and engines are met from then on.
     """
 
@@ -112,9 +112,9 @@ class Supervisor:
         log_failure: Callable[[str, Failure], None],
         log_crash: Callable[[str, BaseException], None],
         event_log: EventLog,
-        hear_engine: Callable[[], None] = lambda: None,
+        hear_engine: Callable[[], None],
+        facts: EngineFacts,
         descriptors_ahead_max: int = DESCRIPTORS_AHEAD_MAX,
-        facts: EngineFacts = EngineFacts(),  # noqa: B008 - a frozen value
         is_warm: bool = True,
     ) -> None:
         self._log_crash = log_crash

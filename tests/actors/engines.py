@@ -53,6 +53,7 @@ from connector.runtime.recorder import Recorder
 from connector.runtime.supervisor import Supervisor
 from connector.wire.control import REQUEST_BYTES_MAX
 from connector.wire.identity import KvIdentity
+from connector.wire.inspection import EngineFacts
 from statemachine.failures import Failure
 from statemachine.lease import LeaseName
 from statemachine.trace import TraceSink, TransitionRecord
@@ -480,6 +481,9 @@ def _rank(
         log_failure=log_failure,
         log_crash=lambda name, error: crashes.append((name, error)),
         event_log=EventLog(engine_id, rank.tp_rank, clock=clock, log_failure=log_failure),
+        turned_away=lambda where, why: None,
+        hear_engine=lambda: None,
+        facts=EngineFacts(),
         descriptors_ahead_max=descriptors_ahead_max,
         is_warm=is_warm,
     )

@@ -70,6 +70,7 @@ from connector.wire.control import (
     encode_answer,
 )
 from connector.wire.handshake import decode_reply, encode_reply
+from connector.wire.inspection import EngineFacts
 from connector.worker.switch_interval import SwitchInterval
 from statemachine.failures import Failure
 from statemachine.lease import LeaseName
@@ -324,6 +325,9 @@ def decode_rank(model: Model, memory: Memory, wanted: int, *, is_metered: bool) 
             log_failure=log_failure,
             log_crash=lambda name, error: connected.failures.append(f"{name}: {error!r}"),
             event_log=EventLog("decode", 0, clock=clock, log_failure=log_failure),
+            turned_away=lambda where, why: None,
+            hear_engine=lambda: None,
+            facts=EngineFacts(),
         )
 
     thread: ActorThread[Command] = ActorThread("actors", make, lambda error: connected.failures.append(repr(error)))

@@ -42,6 +42,7 @@ from connector.runtime.listener import HandshakeListener
 from connector.runtime.recorder import Recorder
 from connector.runtime.supervisor import Supervisor
 from connector.wire.control import REQUEST_BYTES_MAX
+from connector.wire.inspection import EngineFacts
 from statemachine.failures import Failure
 from statemachine.lease import LeaseName
 from tests.rig.facts import LEAVE_SECRET, NO_IDENTITY, payload_of
@@ -158,6 +159,9 @@ class Rank:
             log_failure=_refuse_failure,
             log_crash=_refuse_crash,
             event_log=SilentEventLog(engine_id, tp_rank, doors.clock, _refuse_failure, lambda cause, text: None),
+            turned_away=lambda where, why: None,
+            hear_engine=lambda: None,
+            facts=EngineFacts(),
         )
 
     def payload(self) -> bytes:

@@ -44,6 +44,7 @@ from connector.wire import control
 from connector.wire.administration import Leave
 from connector.wire.bounded import DecodeFailed
 from connector.wire.identity import KvIdentity
+from connector.wire.inspection import EngineFacts
 from connector.worker.step_fence import StepFence
 from statemachine.draining import State
 from statemachine.failures import Failure
@@ -285,6 +286,9 @@ class Rank:
             log_failure=lambda subject, failure: self._log_failure(subject, failure),
             log_crash=lambda actor, error: around.oracles.crash(engine.name, actor, error),
             event_log=SilentEventLog(process.engine_id, tp_rank, clock, self._log_failure, self._note_line),
+            turned_away=lambda where, why: None,
+            hear_engine=lambda: None,
+            facts=EngineFacts(),
             descriptors_ahead_max=DESCRIPTORS_AHEAD_MAX,
         )
         self._lag_seconds = chance.uniform(0.0, RANK_LAG_SECONDS_MAX) if tp_rank else 0.0

@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -36,7 +37,7 @@ from connector.runtime.lease_keeper import (
     lending_limits,
 )
 from connector.runtime.restarts import RESTART_DELAY_SECONDS_MAX, keep_running
-from connector.wire.administration import Leave, LeaveTaken, decode_leave_taken
+from connector.wire.administration import Leave, LeaveTaken, MeetReport, decode_leave_taken
 from connector.wire.bounded import shorten
 from connector.wire.control import (
     REQUEST_BYTES_MAX,
@@ -81,10 +82,14 @@ class TrioClock:
         return 0.0
 
 
+SILENCE = SimpleNamespace(receive=trio.sleep_forever)
+"""A control socket to which nobody sends anything."""
+
+
 class Rank:
     """A lease keeper, and everything that it tells."""
 
-    def __init__(self, clock: Clock, control: Any = None, options: ConnectorOptions = OPTIONS) -> None:
+    def __init__(self, clock: Clock, control: Any = SILENCE, options: ConnectorOptions = OPTIONS) -> None:
         self.events: list[WorkerEvent] = []
         self.failures: list[Failure] = []
         self.crashes: list[str] = []
@@ -103,6 +108,7 @@ class Rank:
             limits=lending_limits(options),
             clock=clock,
             observe=observer_of(self._observe),
+            catch_up=lambda: None,
             figures=self.figures,
             emit=self._emit,
             log_failure=lambda subject, failure: self.failures.append(failure),
@@ -111,6 +117,8 @@ class Rank:
             control=control,
             leave_secret=LEAVE_SECRET,
             hear_engine=self._hear_engine,
+            inspect=lambda question, reply_to: None,
+            meet=lambda message: (MeetReport(rows=()), 0),
         )
         self._core_step = self.keeper._core._step
         self.keeper._core._step = self._step  # type: ignore[method-assign]

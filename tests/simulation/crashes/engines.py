@@ -39,6 +39,7 @@ from connector.runtime.supervisor import Supervisor
 from connector.runtime.thread import ActorMain, ActorThread
 from connector.step_metadata import StepMetadata, WorkerReport
 from connector.wire.control import REQUEST_BYTES_MAX
+from connector.wire.inspection import EngineFacts
 from connector.worker.block_sums import BlockSums
 from connector.worker.cache_memory import CacheMemory
 from connector.worker.connector_worker import ConnectorWorker
@@ -253,6 +254,8 @@ class Rank:
                 log_crash=log_crash,
                 event_log=EventLog(name, number, clock=clock, log_failure=log_failure),
                 hear_engine=lambda: self.thread.hear(),
+                turned_away=lambda where, why: None,
+                facts=EngineFacts(),
             )
             if shape.is_busy:
                 supervisor._context.pace._clock = _BusyClock(clock)

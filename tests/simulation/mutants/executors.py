@@ -625,8 +625,8 @@ KEEPER = (
         changes=(
             Edit(
                 LeaseKeeper.run,
-                'nursery.start_soon(keep_running, "control socket", serve, self._log_crash)',
-                "nursery.start_soon(keep_running.once, serve, self._log_crash)",
+                'nursery.start_soon(keep_running, "control socket", self._serve_control, self._log_crash)',
+                "nursery.start_soon(keep_running.once, self._serve_control, self._log_crash)",
             ),
             Do(_run_once),
         ),
