@@ -20,7 +20,8 @@ NIXL_HANGS = (
     "begins or is seen to end, whichever engine it is from, and requests fail as if all of those hung "
     "(DeadlineExceeded, Quarantined)"
 )
-"""Of a worker, with the seconds. The failures that follow name prefill engines, which have nothing to do with it."""
+"""What is said of such a worker, with the seconds. The failures that follow name prefill engines, which have nothing to
+do with it."""
 NIXL_HANGS_ADVICE = (
     "`py-spy dump --pid PID` of that worker shows where its thread nixl-... is; keep the output, and restart the "
     "engine if this does not end"
@@ -126,7 +127,7 @@ def advice_of(failure: Failure) -> str:
 
 
 def told(kind: str | None, sentence: str | None, otherwise: str = "") -> tuple[str | None, str]:
-    """Of a failure that another process or a file tells by its kind and its sentence: what happened and what to do.
+    """What happened and what to do, of a failure that another process or a file tells by its kind and its sentence.
 
     The sentence is cut where it brings its own advice, so that both can be shown without saying anything twice.
     `otherwise`: where nobody knows what to do.

@@ -48,7 +48,7 @@ class Address:
     port: int
 
     def __str__(self) -> str:
-        """As `parse_address` reads it."""
+        """The form that `parse_address` reads."""
         return join_address(self.host, self.port)
 
 
@@ -99,7 +99,7 @@ def tool_access(directory: str | None) -> Access:
 
 
 async def engines_behind(address: Address) -> list[Address]:
-    """Of each engine of this name, where it has several; else this one, by its name. Raises NotAsked."""
+    """The addresses that the host of `address` has, where it has several; else the given one. Raises NotAsked."""
     try:
         found = await HostNames().addresses(address.host, address.port)
     except NameNotResolved as error:

@@ -233,7 +233,7 @@ class _PeerObserver:
             self._write(failure.kind, f"{what}: {failure.kind}: {_with_advice(failure)}")
 
     def _say_left(self, failure: PeerLeaving) -> None:
-        """That it cannot be reached from now on is no news."""
+        """Say that the engine has ended. That it cannot be reached from now on is not said again."""
         self._away_since_ns, self._last_kind = self._clock.now_ns(), failure.kind
         self._write("left", "has ended, as it had said")
 

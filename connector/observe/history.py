@@ -57,7 +57,7 @@ class LeaseKey(NamedTuple):
 
     @classmethod
     def of(cls, record: TransitionRecord) -> LeaseKey:
-        """Of a lease on P, or of what D calls the lease of a request or a hold."""
+        """The key of the lease that a record of P is about, or that a request or a hold of D names."""
         if record.machine == lease.MACHINE.name:
             return cls(record.engine_id, record.subject, record.lease_number or 0)
         return cls(record.peer, record.remote_request_id, record.lease_number or 0)
@@ -129,7 +129,7 @@ class History:
 
     @property
     def lease_key(self) -> LeaseKey:
-        """Of a request, a hold or a lease."""
+        """The lease that this request, hold or lease is about."""
         return LeaseKey.of(self.records[0])
 
     @property
@@ -172,8 +172,7 @@ class History:
 
     @property
     def queued_seconds(self) -> float | None:
-        """Of a request or lease: how long its engine knew it before the first record, which is the wait in vLLM's
-        queue."""
+        """For how long the engine knew this request or lease before its first record: it waited in vLLM's queue."""
         return self.records[0].age_seconds
 
     @property

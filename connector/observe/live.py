@@ -59,9 +59,9 @@ LOOKED_UP_MAX = 8
 """Ids on the other side of a request that are looked for too."""
 ENGINES_MAX = 256
 RANKS_MAX = 64
-"""Of one engine that are asked."""
+"""How many ranks of one engine are asked."""
 ROWS_TOTAL_MAX = 20_000
-"""Of one kind from one worker."""
+"""How many rows of one kind are taken from one worker."""
 
 R = TypeVar("R", bound=AnyRow)
 

@@ -28,7 +28,7 @@ LINES_PER_WINDOW = 30
 """Lines of one kind of log within one window; the others are counted."""
 
 LINES_PER_CAUSE = 5
-"""Of these, lines of one kind of failure with one engine."""
+"""How many of these lines may be about one kind of failure with one engine."""
 
 WINDOW_SECONDS = 10.0
 

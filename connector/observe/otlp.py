@@ -65,7 +65,7 @@ def record_spans(
 
 
 def exporter_to(endpoint: str) -> SpanExporter:
-    """As vLLM chooses it: by gRPC unless OTEL_EXPORTER_OTLP_TRACES_PROTOCOL says http/protobuf."""
+    """The exporter that vLLM would choose: by gRPC, unless OTEL_EXPORTER_OTLP_TRACES_PROTOCOL says http/protobuf."""
     if os.environ.get(OTEL_EXPORTER_OTLP_TRACES_PROTOCOL, "grpc") == "http/protobuf":
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
 

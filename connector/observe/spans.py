@@ -101,7 +101,7 @@ class PullTimes(msgspec.Struct, frozen=True, kw_only=True):
         return (self.end_ns - self.start_ns) / NS_PER_SECOND
 
     def attributes(self) -> dict[str, Attribute]:
-        """Of the request's span."""
+        """The attributes of the request's span, by name."""
         found: dict[str, Attribute | None] = {
             "gen_ai.request.id": self.request_id,
             "kv_transfer.remote.engine_id": self.peer,
@@ -126,7 +126,7 @@ class PullTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def times_of(history: History, zero_ns: int | None = None) -> PullTimes | None:
-    """Of a request on one rank of D; None while it is not over.
+    """The times of a request on one rank of D; None while it is not over.
 
     `zero_ns`: Unix time at which the clock of its process shows 0; by default as its first record says.
     """

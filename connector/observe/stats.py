@@ -261,5 +261,5 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
 
 
 def _versions() -> tuple[str, str, str]:
-    """Of this package, of vLLM and of NIXL, whatever their distributions are called."""
+    """The versions of this package, vLLM and NIXL, whatever their distributions are called."""
     return shown_version(DISTRIBUTION), vllm.__version__, shown_version(*NIXL)

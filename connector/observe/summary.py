@@ -26,7 +26,7 @@ EXAMPLES_MAX = 3
 
 
 class Times(msgspec.Struct, frozen=True, kw_only=True):
-    """Of many visits, in seconds. Percentiles are times that occurred."""
+    """How long something took that happened many times, in seconds. Percentiles are times that occurred."""
 
     count: int
     total: float
@@ -66,11 +66,12 @@ class PeerSummary(msgspec.Struct, frozen=True, kw_only=True):
     connections: int
     """How often the peer became ready."""
     failures: dict[str, int]
-    """Of attempts to connect and of connections, by kind."""
+    """How many attempts to connect, and connections, failed, by the kind of the failure."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one trace. `seconds`: from its first record to its last; requests and leases count once, not by rank."""
+    """What one trace comes to. `seconds`: from its first record to its last. Requests and leases count once, not
+    once for each rank."""
 
     records: int
     engines: tuple[str, ...]
@@ -309,8 +310,8 @@ class _Failed(NamedTuple):
 
 
 def _failures_of(history: History) -> Iterable[_Failed]:
-    """Of a request its end; of a lease that nobody released its end, unless it lent an answer back; of a peer each time
-    that it was lost."""
+    """The end of a request that failed; the end of a lease that nobody released, unless it lent an answer back; each
+    loss of a peer."""
     match history.machine:
         case request.MACHINE.name:
             if history.is_over and history.outcome != DONE:

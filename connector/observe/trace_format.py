@@ -24,7 +24,7 @@ from connector.wire.bounded import shorten
 from statemachine.trace import TransitionRecord
 
 SCHEMA = 1
-"""Of what is written here; the highest that is read."""
+"""The number of the format that is written here. Files with a higher number are not read."""
 
 HEADER_START = b'{"schema":'
 GAP_START = b'{"missing":'
@@ -112,7 +112,7 @@ class TraceSchemaError(Exception):
 
 
 def part_path(stem: Path, part: int) -> Path:
-    """Of one file of a sequence."""
+    """The path of one file of a sequence."""
     return stem.with_name(f"{stem.name}.{part}.jsonl" if part else f"{stem.name}.jsonl")
 
 
@@ -160,7 +160,8 @@ def expressible(value: Any) -> Any:
 
 
 def decode_records(path: Path, first: int, lines: bytes) -> list[TransitionRecord]:
-    """Of lines without the end of the last one, the first of which has that number. Raises TraceFileError."""
+    """The records in `lines`, which lack the end of the last line. `first`: number of the first line, from which errors
+    count. Raises TraceFileError."""
     try:
         records = _decoder.decode_lines(lines)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

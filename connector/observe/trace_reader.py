@@ -61,7 +61,7 @@ class ProcessTrace(NamedTuple):
 
     @property
     def header(self) -> FileHeader | None:
-        """Of the first file that is left."""
+        """The header of the first file that is left."""
         return self.files[0].header
 
     @property
@@ -205,8 +205,8 @@ _OF_A_PEER = b'"machine":"peer"'
 
 
 def read_trace_about(directory: str | Path, text: str) -> list[TransitionRecord]:
-    """As `read_trace`, but only what bears on requests with `text` in an id: all records that name such an id or the
-    one on the other side, and those of connections. There may be others among them.
+    """Read what bears on requests with `text` in an id: all records that name such an id or the one on the other side,
+    and those of connections. There may be others among them. For the rest see `read_trace`.
 
     Lines are chosen by their bytes and only these are decoded, so a line that is not a record is found only where it is
     one of them, or the first of its file.
@@ -229,7 +229,7 @@ def read_trace_about(directory: str | Path, text: str) -> list[TransitionRecord]
 
 
 def _as_written(name: str) -> bytes:
-    """As it is in a line, without the quotation marks."""
+    """The bytes that stand for a name in a line, without the quotation marks."""
     return msgspec.json.encode(expressible(name))[1:-1]
 
 

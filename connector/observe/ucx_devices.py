@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 READS_WITHOUT_NVLINK = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
 VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES", "UCX_SHM_DEVICES", "UCX_ACC_DEVICES", READS_WITHOUT_NVLINK)
-"""Of an engine's environment. No others: an engine that lies could name a file to write, or a library to load."""
+"""The variables that are taken from an engine's environment. No others are: an engine that lies could name a file to
+write, or a library to load."""
 SECONDS = 30.0
 NETWORK = "network"
 

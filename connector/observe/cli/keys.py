@@ -110,7 +110,7 @@ def _read(file: Path, *, may_be_absent: bool = False) -> tuple[ParamsKey, ...]:
 
 
 def _write(file: Path, keys: ParamsKeys) -> None:
-    """As a whole: an engine may read it just now. Where the path is a link, what it leads to is written."""
+    """Replace the file as a whole, because an engine may be reading it. If the path is a link, replace its target."""
     from connector.wire.signatures import parse_keys
 
     try:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from connector.wire.inspection import AnyRow, EngineRow
 
 JSON_SCHEMA = 1
-"""Of `--json`; grows when the meaning of a field changes."""
+"""The `schema` that `--json` prints. It grows when the meaning of a field changes."""
 
 SERVED, BAD, UNASKED, UNKNOWN, WAITS = 0, 1, 2, 3, 4
 _EXIT_OF_OUTCOME = {"served": SERVED, "failed": BAD, "computed_locally": BAD, "not_read": BAD, "waiting": WAITS}

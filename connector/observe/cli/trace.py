@@ -35,7 +35,7 @@ CANDIDATES_MAX = 10
 FINDINGS_SHOWN = 50
 SLOWEST_STATES = 5
 DIGITS = 4
-"""Of durations, which people compare here."""
+"""How many digits durations have here, where people compare them."""
 
 app = typer.Typer(help="What the trace files of one or several engines say.", no_args_is_help=True)
 

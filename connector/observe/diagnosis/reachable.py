@@ -71,8 +71,8 @@ def _serves_no_more(engine: EngineReport, who: str, why: str) -> Finding:
 
 
 def _has_left(engine: EngineReport, found: Survey) -> Finding | None:
-    """Of an engine that nobody named, and that has told its decode engines that it would end: it did, and nobody has to
-    start it again."""
+    """The note that an engine out of reach has ended, as it had told its decode engines, so that nobody has to start it
+    again. None: it had not told them, or the operator named it."""
     if engine.problem_kind != ConnectionRefused.__name__ or not engine.named_by:
         return None
     rows = [row for _, row in found.of(PeerRow) if row.address == str(engine.address)]

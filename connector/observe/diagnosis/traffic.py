@@ -24,8 +24,8 @@ from statemachine import lease, request
 from statemachine.failures import AbortedByClient, LeaseExpired, NotAllowed
 
 RECORDS_ASKED = 2048
-"""Of each worker, the newest: a few seconds of a busy engine. Of a lease that expired before that, readers are looked
-for by its id."""
+"""Each worker is asked for so many of its newest records: a few seconds of a busy engine. The readers of a lease that
+expired before that are looked for by its id."""
 ANSWERS_APART_SECONDS = 1.0
 """Between the answers of two workers; durations of the two are compared no more exactly than that."""
 RECENT_SECONDS = 600.0

@@ -58,7 +58,7 @@ def _with_the_same_transports(engine: EngineReport) -> list[list[EngineRow]]:
 
 
 def _transports_of(engine: EngineReport, facts: EngineFacts, opened: Opened | None) -> Iterator[Finding]:
-    """Of workers that are alike, one of which has these facts."""
+    """What is found about workers that are alike; `facts` are those of one of them."""
     tls = facts.environment.get("UCX_TLS")
     devices = ", ".join(facts.devices) or "none"
     chosen = facts.environment.get("UCX_NET_DEVICES")
@@ -202,7 +202,7 @@ def _opened(engine: EngineReport, facts: EngineFacts, opened: Opened | None) -> 
 
 
 def _transport_names(tls: str | None) -> frozenset[str]:
-    """Of UCX_TLS; empty when it leaves the choice to UCX."""
+    """The transports that UCX_TLS names; empty when it leaves the choice to UCX."""
     names: Iterable[str] = (each.strip() for each in (tls or "").split(","))
     chosen = frozenset(each for each in names if each)
     return frozenset() if "all" in chosen or any(each.startswith("^") for each in chosen) else chosen

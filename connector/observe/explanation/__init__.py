@@ -77,5 +77,5 @@ def _explain(case: Case, live: Live) -> Explanation:
 
 
 def _how_bad(said: Said[RequestRow]) -> tuple[bool, float]:
-    """Of the ranks of a request that lives, one that has failed decides, else the one that has waited longest."""
+    """Orders the ranks of a request that lives. One that has failed decides, else the one that has waited longest."""
     return said.row.failure is not None, said.row.since_seconds if said.row.since_seconds is not None else math.inf

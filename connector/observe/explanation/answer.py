@@ -125,7 +125,7 @@ def facts_of_queue(history: History) -> list[str]:
 
 
 def facts_of_peer(peer: PeerRow | None, silence: Silent | None) -> list[str]:
-    """Of D's connection to P, and of P where it could not be asked."""
+    """What is known of D's connection to P, and why P could not be asked."""
     facts = []
     if peer is not None:
         failed = f", last failure {peer.failure}: {first_clause(peer.detail)}" if peer.failure else ""
@@ -155,7 +155,7 @@ def facts_of_leases(case: Case) -> list[str]:
 
 
 def fact_of_read_back(case: Case) -> str:
-    """Of a lease that lends an answer back: what has become of it."""
+    """What has become of a lease that lends an answer back."""
     if case.leases:
         engine_id, _, row = case.leases[0]
         left = f", for {how_long(row.deadline_seconds)} more" if row.deadline_seconds is not None else ""
@@ -193,7 +193,7 @@ def after_failure(facts: EngineFacts | None) -> str:
 
 
 def first_clause(detail: str | None) -> str:
-    """Of a failure: what has happened, without what to do about it."""
+    """The part of a failure's sentence that says what has happened, without what to do about it."""
     return (detail or "").split(";")[0]
 
 

@@ -34,7 +34,7 @@ class Case:
     leases: list[Said[LeaseRow]] = field(default_factory=list)
     local_prefill: Said[LocalPrefillRow] | None = None
     peers: list[History] = field(default_factory=list)
-    """Of the connections from D to the peers of this request."""
+    """The histories of the connections from D to the peers of this request."""
     read_back: list[Case] = field(default_factory=list)
     """Leases under which its own engine keeps its blocks for read-back."""
 
@@ -211,7 +211,7 @@ def _of_lease(cases: Sequence[Case], key: LeaseKey) -> Case | None:
 
 
 def _leases_of(case: Case, given: LeasesGiven) -> set[LeaseKey]:
-    """As P calls them."""
+    """The leases of a case, by the names that P has for them."""
     known = [each.lease_key for each in (*case.story.leases, *case.story.requests)]
     known += [key_on_d(each.row) for each in case.requests]
     known += [_key_of_lease(each) for each in case.leases]

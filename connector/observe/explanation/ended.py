@@ -28,7 +28,7 @@ from connector.wire.identity import differing_factors
 from connector.wire.inspection import PeerRow
 
 FACTORS_NAMED_MAX = 3
-"""Of what makes two engines incompatible, in the first line."""
+"""How many of the factors that make two engines incompatible are named in the first line."""
 
 
 def explain_end(case: Case, ended: History, live: Live) -> Explanation:

@@ -39,7 +39,7 @@ class Live:
     """By their type (`by_type`)."""
     silent: tuple[Silent, ...] = ()
     shifts: Mapping[tuple[str, int], float] = field(default_factory=dict)
-    """Of traces: by how many seconds the clock of an engine's rank was moved, so that all agree."""
+    """By how many seconds the clock of an engine's rank was moved in its trace, so that all clocks agree."""
     leaving: tuple[str, ...] = ()
     """Engines that drain, or have drained: since then they answer prefills without parameters, and record nothing."""
 

@@ -59,7 +59,7 @@ NO_CHECKSUMS = (
 
 
 QUARANTINED_SHARE_MIN = 0.1
-"""Of an engine's KV blocks: fewer in quarantine are not why a request gets none."""
+"""A quarantine that holds a smaller share of an engine's KV blocks is not why a request gets none."""
 
 
 def explain_waiting(case: Case, said: Said[RequestRow], live: Live) -> Explanation:

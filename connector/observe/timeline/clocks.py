@@ -46,7 +46,7 @@ Place: TypeAlias = tuple[str, str, int]
 """Engine id, role, rank."""
 
 _Interval: TypeAlias = tuple[float, float]
-"""Of a shift, in nanoseconds."""
+"""The least and the greatest value that a shift may have, in nanoseconds."""
 
 _SAID, _RELEASED, _GRANTED = lease.Held.__name__, lease.ReaderDone.__name__, lease.Granted.__name__
 _HEARD, _LET_GO, _CONFIRMED = hold.HeldByPeer.__name__, hold.LetGo.__name__, hold.ReleaseConfirmed.__name__
@@ -55,7 +55,7 @@ _READS = request.PeerReady.__name__
 
 @dataclass(kw_only=True)
 class Clock:
-    """Of one process. `zero_ns`: Unix time in nanoseconds at which its monotonic clock shows 0.
+    """The clock of one process. `zero_ns`: Unix time in nanoseconds at which its monotonic clock shows 0.
 
     Attributes:
         shift_ns: what was added to the wall clock, which is part of `zero_ns`.
@@ -101,7 +101,7 @@ class _Pair:
         self.granted_ns = min(self.granted_ns, ahead_ns + OVERTAKES_NS)
 
     def interval(self) -> _Interval:
-        """Of what P's clock is shifted by more than D's."""
+        """By how much P's clock may be shifted more than D's: at least, and at most."""
         return self.low_ns, self.high_ns if self.high_ns < inf else self.granted_ns
 
     def _count(self) -> None:
