@@ -119,8 +119,6 @@ class Doorman:
         # A message of far too many frames keeps all others waiting, or has until just before.
         self._is_deaf = False
         self._newcomers = trio.lowlevel.ParkingLot()
-        self.cut_off = 0
-        """Connections so far."""
         self.dropped = 0
         """Messages so far, for want of an allowance."""
         # Without a limit: libzmq's I/O thread would wait for us.
@@ -345,7 +343,6 @@ class Doorman:
             if connection is not None:
                 self._ended.add(each.connection)
                 self._shut_down(connection)
-            self.cut_off += 1
             self._on_cut_off(each.address, each.why)
 
     def _shut_down(self, connection: _Connection) -> None:

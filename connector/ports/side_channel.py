@@ -95,8 +95,6 @@ class ListenerCounts(msgspec.Struct, frozen=True):
     dropped_replies: int
     dropped_requests: int = 0
     """Requests that were dropped because their connections had sent more than they may."""
-    cut_off: int = 0
-    """Connections that were ended for what they sent, or for want of room."""
 
 
 class SideChannelError(Exception):

@@ -338,9 +338,7 @@ def test_a_flood_is_ended_while_who_was_there_before_is_served(monkeypatch: pyte
             with stranger:
                 await trio.to_thread.run_sync(send_until_ended, stranger, message(b"x" * 10) * 100, 64 * MB)
             assert listening.cut_off == [(STRANGER, admission.FLOOD)]
-            counts = listening.listener.counts()
-            assert counts.dropped_requests > 256
-            assert counts.cut_off == 1
+            assert listening.listener.counts().dropped_requests > 256
             link.send([b"engine"])
             assert await link.receive() == (b"engine",)
             again = await listening.stranger(HELLO)

@@ -475,7 +475,6 @@ class FakeListener:
         self._addresses: dict[ReplyAddress, str] = {}
         self._identities: dict[int, ReplyAddress] = {}
         self._dropped_requests = 0
-        self._cut_off_connections = 0
         self._requests: deque[Request] = deque()
         self._news = trio.Event()
         self._is_receiving = False
@@ -520,7 +519,6 @@ class FakeListener:
             undelimited_requests=self._undelimited_requests,
             dropped_replies=self._dropped_replies,
             dropped_requests=self._dropped_requests,
-            cut_off=self._cut_off_connections,
         )
 
     def charge(self, address: ReplyAddress, units: int, *, understood: bool = True) -> None:
@@ -547,7 +545,6 @@ class FakeListener:
             identity = self._identities.pop(each.connection)
             del self._numbers[identity]
             del self._addresses[identity]
-            self._cut_off_connections += 1
             self._on_cut_off(each.address, each.why)
             self._network.cut_off(identity)
 

@@ -229,7 +229,6 @@ class ZmqListener:
             undelimited_requests=self._undelimited_requests,
             dropped_replies=self._dropped_replies,
             dropped_requests=self._doorman.dropped,
-            cut_off=self._doorman.cut_off,
         )
 
     def close(self) -> None:
