@@ -88,7 +88,6 @@ class Supervisor:
         log_failure: writes one line for people.
         log_crash: writes a line with a traceback: which actor, what it raised.
         event_log: what becomes of peers and leases, for people.
-        turned_away: see `LeaseKeeper`.
         hear_engine: calls `deliver` with what the engine has said until now and is still on its way.
         facts: what tools are told of this worker that does not change.
         descriptors_ahead_max: as for `Reads`. A simulator, whose requests are small, passes less, so that READs wait.
