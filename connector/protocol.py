@@ -227,7 +227,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     lengths: npt.NDArray[np.int64]
 
 
-class Landed(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+class Permutation(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Blocks that READs have left in the peer's order, and that must be permuted before they are used."""
 
     kernel_blocks: tuple[npt.NDArray[np.int64], ...]
@@ -244,15 +244,15 @@ class ReceiveEnded(msgspec.Struct, frozen=True, kw_only=True):
     """A request that waits for KV has ended: loaded (`failure` None) or not.
 
     `quarantined`: READs may still write into `local_block_ids`, which are named for no other reason. Before the blocks
-    are used, `landed` must be permuted, and then `unfilled` zeroed, the parts of them that no READ has written; if
-    `landed` has to be packed, `unfilled` is zeroed before it.
+    are used, `permutation` must be carried out, and then `unfilled` zeroed, the parts of them that no READ has written;
+    if it packs, `unfilled` is zeroed before it.
     """
 
     request_id: str
     failure: Failure | None
     local_block_ids: list[int]
     quarantined: bool
-    landed: Landed | None = None
+    permutation: Permutation | None = None
     unfilled: Memory | None = None
 
 

@@ -45,7 +45,7 @@ class Hold(msgspec.Struct, frozen=True, kw_only=True):
     """Value of the machine.
 
     Attributes:
-        rank: counts the ranks of P that we deal with.
+        rank: the number of the partner on P, among those of this rank.
         proven_until_ns: our own clock; -1 while nothing is proven. It moves back only with a new connection.
         why: of a hold that is gone, in P's words.
     """

@@ -7,7 +7,7 @@
     released    it ended without being lent (aborted, failed, nothing computed), or the engine has freed it by itself
 
 Readers. A decode engine says that it wants the blocks by holding the lease, rank by rank, and that it is done by
-releasing it. `holders` has one entry for each engine: how many of its ranks deal with us, and which of them have
+releasing it. `holders` has one entry for each engine: how many of its ranks are our partners, and which of them have
 released. Decode engines with the built-in connector do not hold; each of their ranks sends one notification when it is
 done. They count as one holder, whose ranks are the senders' agent names, because a notification does not say which
 engine it comes from. The lease is done when every holder is complete; a release counts as a hold too, so an engine that
@@ -81,7 +81,7 @@ class Holder(msgspec.Struct, frozen=True):
     """Decode engines of one id as readers of one lease. There may be several of that id, by mistake or after a restart.
 
     Attributes:
-        ranks: how many of its ranks deal with this rank of ours.
+        ranks: how many of its ranks are partners of this rank.
         released: those that are done, by number; agent names where the engine is a built-in one.
         told: those that were told that their blocks are kept, and have not released them since. Each may prove a READ
             by that, so the word of another one in its name is not enough.
@@ -147,7 +147,7 @@ class Granted(Event, frozen=True, kw_only=True):
 
 
 class Held(Event, frozen=True, kw_only=True):
-    """`rank` of an engine, of which `ranks` ranks deal with us, wants the blocks until `deadline_ns`, and is told that
+    """`rank` of an engine, of which `ranks` ranks are our partners, wants the blocks until `deadline_ns`, and is told that
     they are kept. `process`: which of that rank (`Reader`); empty: it has said none."""
 
     engine_id: str

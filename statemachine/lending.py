@@ -113,7 +113,7 @@ class Withdrawn(Event, frozen=True, kw_only=True):
 
 
 class HoldAsked(Event, frozen=True, kw_only=True):
-    """`rank` of the decode engine `engine_id`, `ranks` of which deal with us, wants these leases. `process`: what
+    """`rank` of the decode engine `engine_id`, `ranks` of which are our partners, wants these leases. `process`: what
     only this process of that rank is called; empty: it has not said.
 
     `sent_ns` is the asker's own clock; it is echoed.

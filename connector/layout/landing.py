@@ -22,7 +22,7 @@ Packing is the second kind of landing. Attention on CPUs keeps K and V of a bloc
 elsewhere keeps them as the tensor's shape says, K and V of a head side by side in each token. From such a peer our
 blocks land in the order of the shape, with heads and tokens as at the peer, and are then written anew by the layer that
 will read them (`connector/worker/packing.py`). What no READ has written is zeroed before that, in the order in which
-the block has landed: where a token is afterwards is the layer's affair. So any block sizes, orders of heads and tokens
+the block was read: where a token is afterwards is the layer's affair. So any block sizes, orders of heads and tokens
 and parallel sizes will do that can be read between two engines on GPUs, and on any instruction set.
 
 It is allowed (`LocalRank.as_shaped`) on an engine that
@@ -120,7 +120,9 @@ def landing_layout(local: RankLayout, order: LandingOrder) -> RankLayout:
     for region in local.regions:
         tokens = local.cache_groups[region.group].tokens_per_kernel_block
         stay = _as_shaped(region.pieces) if order.packs else region.pieces
-        pieces = tuple(_landed(piece, tokens, order.heads_first, order.chunks[region.group]) for piece in stay)
+        pieces = tuple(
+            _in_landing_layout(piece, tokens, order.heads_first, order.chunks[region.group]) for piece in stay
+        )
         regions.append(msgspec.structs.replace(region, pieces=pieces))
     return msgspec.structs.replace(local, regions=tuple(regions))
 
@@ -155,12 +157,12 @@ def landing_layers(local: RankLayout) -> dict[int, list[str]]:
         tokens = local.cache_groups[region.group].tokens_per_kernel_block
         for layer in dict.fromkeys(piece.layer for piece in region.pieces):
             pieces = [piece for piece in region.pieces if piece.layer == layer]
-            if any(_landed(piece, tokens, first, 1) != piece for piece in pieces for first in (True, False)):
+            if any(_in_landing_layout(piece, tokens, first, 1) != piece for piece in pieces for first in (True, False)):
                 found.setdefault(region.group, []).append(layer)
     return found
 
 
-def landed_steps(
+def landing_steps(
     *, heads: int, tokens: int, head_step: int, token_step: int, heads_first: bool, chunks: int
 ) -> tuple[Strides, Strides] | None:
     """Where the tokens of a block are to stay, and where they land, in the unit of the given steps.
@@ -186,8 +188,8 @@ def _steps(head: int, chunk: int, token: int, chunks: int, of_chunk: int) -> Str
     return Strides(head=head, chunk=chunk if chunks > 1 else 0, token=token if of_chunk > 1 else 0)
 
 
-def _landed(piece: Piece, tokens: int, heads_first: bool, chunks: int) -> Piece:
-    steps = landed_steps(
+def _in_landing_layout(piece: Piece, tokens: int, heads_first: bool, chunks: int) -> Piece:
+    steps = landing_steps(
         heads=piece.stop - piece.start,
         tokens=tokens // piece.tokens_per_entry,
         head_step=piece.unit_stride_bytes,

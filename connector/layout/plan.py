@@ -94,7 +94,7 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Remote ranks that hold nothing that is not read elsewhere, but keep their blocks until they hear from us."""
     own: tuple[Copy, ...]
     """This rank's chunks onto themselves: the stretches that a chunk consists of, for `unfilled`."""
-    lands: LandingOrder | None
+    landing: LandingOrder | None
     """READs leave this rank's blocks in this order: they have to be permuted before `unfilled` is zeroed, or packed
     after it."""
 
@@ -140,7 +140,7 @@ def plan_in_steps(
     yield
     groups = _pair_groups(local, remotes)
     cuts = [group.cut for group in groups]
-    target, lands = yield from _target(local, by_rank, cuts, permute)
+    target, landing_order = yield from _target(local, by_rank, cuts, permute)
     sources = _of_each_rank((yield from find_sources(target, by_rank)))
     reads: list[ReadPlan] = []
     notify_only: list[Notified] = []
@@ -154,11 +154,11 @@ def plan_in_steps(
         else:
             notify_only.append(Notified(remote_rank=rank, consumers=consumers(remote, local)))
     own_cuts = [msgspec.structs.replace(cut, remote_chunks=cut.local_chunks) for cut in cuts]
-    # What is packed is zeroed where it has landed.
-    zeroed = target if lands is not None and lands.packs else local
+    # What is packed is zeroed in the order in which it was read.
+    zeroed = target if landing_order is not None and landing_order.packs else local
     own_sources = yield from find_sources(zeroed, {local.rank: zeroed})
     own = copies_between(zeroed, zeroed, own_sources, own_cuts)
-    return EnginePlan(reads=tuple(reads), notify_only=tuple(notify_only), own=tuple(own), lands=lands)
+    return EnginePlan(reads=tuple(reads), notify_only=tuple(notify_only), own=tuple(own), landing=landing_order)
 
 
 def _target(
@@ -174,8 +174,8 @@ def _target(
     # Latents and states, which land where they stay, have no say.
     layers = {
         piece.layer
-        for ours, landed in zip(local.regions, landing.regions, strict=True)
-        for piece in set(ours.pieces) - set(landed.pieces)
+        for ours, theirs in zip(local.regions, landing.regions, strict=True)
+        for piece in set(ours.pieces) - set(theirs.pieces)
     }
     scattered = yield from _stretches(local, by_rank, cuts, layers)
     long = yield from _stretches(landing, by_rank, cuts, layers)
@@ -205,7 +205,7 @@ def _of_each_rank(sources: Iterable[Source]) -> dict[RankId, list[Source]]:
 
 
 def _require_partners(local: RankLayout, remotes: Sequence[RankLayout]) -> Mapping[RankId, RankLayout]:
-    """The remote ranks: those that we deal with in each stage, all of one engine that is not ours, and no others."""
+    """The remote ranks: our partners in each stage, all of one engine that is not ours, and no others."""
     for remote in remotes:
         _require_context_parallel(local, remote)
     by_rank = {remote.rank: remote for remote in remotes}
@@ -213,7 +213,7 @@ def _require_partners(local: RankLayout, remotes: Sequence[RankLayout]) -> Mappi
     sizes = (remotes[0].tp_size, local.dcp_size, remotes[0].dcp_size) if remotes else (1,)
     wanted = [RankId(stage, rank) for stage in stages for rank in partners(local.tp_rank, local.tp_size, *sizes)]
     if sorted(by_rank) != wanted or len(remotes) != len(wanted):
-        advice = "each of the ranks that ours deals with has to be asked, once"
+        advice = "each partner of our rank has to be asked, once"
         here, there = ([tuple(rank) for rank in ranks] for ranks in (wanted, sorted(by_rank)))
         raise LayoutMismatch("remote ranks (stage, tensor parallel rank)", here, there, advice)
     for remote in remotes:

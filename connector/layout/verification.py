@@ -29,14 +29,14 @@ SAMPLED_BLOCKS = 8
 
 
 class Compared(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """What of a READ is compared, each array of shape [n]: P's region and kernel block, and where it landed."""
+    """What of a READ is compared, each array of shape [n]: P's region and kernel block, and our blocks."""
 
     regions: Numbers
     remote_blocks: Numbers
-    landed: tuple[tuple[MemoryRun, Numbers], ...]
+    local: tuple[tuple[MemoryRun, Numbers], ...]
     """Local runs, and which of their blocks."""
     order: Numbers
-    """Positions in `regions` of the blocks of `landed`, one after another."""
+    """Positions in `regions` of the blocks of `local`, one after another."""
 
 
 class Match(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -137,15 +137,15 @@ def compared(
     chosen = np.flatnonzero(is_known)
     local_run = np.searchsorted(matched.local_firsts, local_ids[chosen], side="right") - 1
     local_block = local_ids[chosen].astype(np.int64) - matched.local_firsts[local_run]
-    landed, order = [], []
+    local, order = [], []
     for number in np.unique(local_run).tolist():
         of_run = np.flatnonzero(local_run == number)
-        landed.append((matched.local_runs[number], local_block[of_run]))
+        local.append((matched.local_runs[number], local_block[of_run]))
         order.append(of_run)
     return Compared(
         regions=regions[chosen],
         remote_blocks=blocks[chosen],
-        landed=tuple(landed),
+        local=tuple(local),
         order=np.concatenate(order) if order else np.empty(0, np.int64),
     )
 

@@ -16,7 +16,7 @@ from connector.layout.geometry import BlockIdError
 from connector.layout.plan import EnginePlan
 from connector.layout.verification import compared
 from connector.ports.nixl import DescriptorIds
-from connector.protocol import GroupPull, Landed, Memory, StartPull
+from connector.protocol import GroupPull, Memory, Permutation, StartPull
 from connector.runtime.handshake import ReadSource
 from connector.runtime.reads import DESCRIPTORS_PER_TURN
 from connector.runtime.verification import Check, KnownSums
@@ -34,7 +34,7 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """What has to be done for one request."""
 
     reads: tuple[Read, ...]
-    landed: Landed | None
+    permutation: Permutation | None
     """Its blocks, if READs leave them in the peer's order."""
     unfilled: Memory | None
     """Parts of its blocks that no READ writes, and that have to be zeroed: their old content is another request's."""
@@ -46,7 +46,7 @@ def resolve(plan: EnginePlan, command: StartPull) -> Resolved:
     """Raises BlockIdError: tables that the peer's memory or the number of tokens does not allow."""
     groups = command.groups
     if not any(group.local_block_ids for group in groups):
-        return Resolved(reads=(), landed=None, unfilled=None)
+        return Resolved(reads=(), permutation=None, unfilled=None)
     if len(groups) != len(plan.groups):
         raise BlockIdError("remote", f"lists for {len(groups)} cache groups instead of {len(plan.groups)}")
     tables = [_tables(pair, group, command) for pair, group in zip(plan.groups, groups, strict=True)]
@@ -59,7 +59,7 @@ def resolve(plan: EnginePlan, command: StartPull) -> Resolved:
             reads.append(Read(source=source, local_ids=local_ids[of_turn], remote_ids=remote_ids[of_turn]))
     addresses, lengths = plan.unfilled(pairs[0])
     unfilled = Memory(addresses=addresses, lengths=lengths) if addresses.size else None
-    return Resolved(reads=tuple(reads), landed=_landed(plan, groups), unfilled=unfilled)
+    return Resolved(reads=tuple(reads), permutation=_permutation(plan, groups), unfilled=unfilled)
 
 
 def checks(
@@ -75,15 +75,17 @@ def checks(
     return tuple(found)
 
 
-def _landed(plan: EnginePlan, groups: Sequence[GroupPull]) -> Landed | None:
-    if plan.lands is None:
+def _permutation(plan: EnginePlan, groups: Sequence[GroupPull]) -> Permutation | None:
+    if plan.landing is None:
         return None
     tables = []
     for pair, group in zip(plan.groups, groups, strict=True):
         ratio = pair.local.kernel_blocks_per_block
         tables.append((np.array(group.local_block_ids, np.int64)[:, None] * ratio + np.arange(ratio)).ravel())
-    order = plan.lands
-    return Landed(kernel_blocks=tuple(tables), chunks=order.chunks, heads_first=order.heads_first, packs=order.packs)
+    order = plan.landing
+    return Permutation(
+        kernel_blocks=tuple(tables), chunks=order.chunks, heads_first=order.heads_first, packs=order.packs
+    )
 
 
 def _tables(pair: GroupPair, group: GroupPull, command: StartPull) -> GroupBlocks:

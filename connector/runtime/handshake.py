@@ -1,6 +1,6 @@
 """One handshake with one remote engine, as a transaction.
 
-A rank deals with those ranks of the engine that `partners` names, in each pipeline stage. `connect` asks the side
+The partners of a rank are those ranks of the engine that `partners` names, in each pipeline stage. `connect` asks the side
 channel about all of them, plans the reads, opens a link to each rank's control socket, over which an empty hold has to
 be answered, loads the agents, and prepares the descriptors. Everything is validated before anything is loaded; whatever
 was loaded is taken back when a later step fails or the attempt is cancelled. So an attempt ends in a `Connection` to
@@ -92,7 +92,7 @@ class RemoteRank(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         worker: its name, for people.
-        consumers: how many ranks of our engine it deals with.
+        consumers: how many ranks of our engine it is the partner of.
         link: to its control socket; None where it is a built-in one.
     """
 
@@ -263,7 +263,7 @@ def _partners(context: ActorContext, peer: PeerAddress) -> list[RankId]:
     in_stage = partners(local.tp_rank, local.tp_size, peer.tp_size, local.dcp_size, peer.dcp_size)
     if not 0 < peer.pp_size * len(in_stage) <= RANKS_MAX:
         ranks = f"{len(in_stage)} in each of {peer.pp_size} stages"
-        advice = f"a rank can deal with 1 to {RANKS_MAX}; are the parallel sizes in kv_transfer_params those of P?"
+        advice = f"a rank can have 1 to {RANKS_MAX} partners; are the parallel sizes in kv_transfer_params those of P?"
         raise _incompatible(peer, LayoutMismatch("number of ranks to read from", f"up to {RANKS_MAX}", ranks, advice))
     return [RankId(stage, tp_rank) for stage in range(peer.pp_size) for tp_rank in in_stage]
 

@@ -449,7 +449,7 @@ class PeerActor:
                 )
             )
 
-        pull.tickets.append(self._context.sums.order(stretches(check.compared.landed), compare))
+        pull.tickets.append(self._context.sums.order(stretches(check.compared.local), compare))
 
     def _tear_down(self, effect: core.TearDown) -> None:
         self._connections.take_back(effect.connection, effect.failure)
@@ -481,7 +481,7 @@ class PeerActor:
                 failure=failure,
                 local_block_ids=pull.command.local_block_ids if effect.is_quarantined else [],
                 quarantined=effect.is_quarantined,
-                landed=resolved.landed if resolved is not None else None,
+                permutation=resolved.permutation if resolved is not None else None,
                 unfilled=resolved.unfilled if resolved is not None else None,
             )
         )

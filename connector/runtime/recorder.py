@@ -85,7 +85,7 @@ class Recorder:
         self._notes: deque[tuple[_Core, int, list[StepSeen]]] = deque()
 
     def observer(self, peer_id: str | None, amounts: Amounts | None = None, log: LogSteps | None = None) -> Observer:
-        """For a core that deals with the engine `peer_id` (None: with many). `log` is told of every other state that a
+        """For the core of the engine `peer_id` (None: it has many). `log` is told of every other state that a
         peer or a lease comes to."""
         core: _Core = (peer_id, amounts, log, {})
         return Observer(self._notes.append, core)

@@ -93,7 +93,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def difference(compared: Compared, found: Numbers, known: KnownSums, matched: Match) -> Difference | None:
-    """`found`: sums of `compared.landed`, one after another."""
+    """`found`: sums of `compared.local`, one after another."""
     ours = np.empty_like(found)
     ours[compared.order] = found
     theirs = np.empty_like(ours)
@@ -119,7 +119,7 @@ def difference(compared: Compared, found: Numbers, known: KnownSums, matched: Ma
 
 
 def failure_of(check: Check, found: SumsFound, *, peer: str, address: str, lease: LeaseName) -> Failure | None:
-    """Why what a READ has left does not pass; None: it is what was lent. `found`: sums of `check.compared.landed`."""
+    """Why what a READ has left does not pass; None: it is what was lent. `found`: sums of `check.compared.local`."""
     if found.error is not None:
         return ActorCrashed(actor="checksums", error=found.error)
     differs = difference(check.compared, found.sums, check.known, check.match)

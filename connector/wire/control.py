@@ -87,7 +87,7 @@ class Hold(msgspec.Struct, frozen=True, kw_only=True, tag="hold"):
     rank: Annotated[int, Meta(ge=0, lt=RANKS_MAX)]
     """Number of the sender among the ranks of its engine."""
     ranks: Annotated[int, Meta(ge=1, le=RANKS_MAX)]
-    """How many ranks of that engine deal with this P rank."""
+    """How many ranks of that engine are partners of this P rank."""
     sent_ns: Natural
     leases: _Leases
     process: Process = ""

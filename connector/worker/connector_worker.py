@@ -72,7 +72,7 @@ from connector.worker.device_stream import make_current
 from connector.worker.engine_facts import engine_facts
 from connector.worker.finishing import Finishing, run_at_once, run_on
 from connector.worker.host_staging import HostStaging, make_host_buffers
-from connector.worker.landing import LandedBlocks, landing_caches
+from connector.worker.landing import BlockPermuter, landing_caches
 from connector.worker.ledger import TransferLedger
 from connector.worker.memory_stays import keep_memory
 from connector.worker.parallelism import placement
@@ -136,7 +136,7 @@ class ConnectorWorker:
         # Where vLLM traces.
         self._pull_timer = PullTimer() if makes_spans(vllm_config) else None
         self._staging: HostStaging | None = None
-        self._finishing = Finishing(run_at_once, LandedBlocks({}), CacheMemory(()))
+        self._finishing = Finishing(run_at_once, BlockPermuter({}), CacheMemory(()))
         # With the option verify.
         self._block_sums: BlockSums | None = None
         self._fence: StepFence | None = None
@@ -181,7 +181,7 @@ class ConnectorWorker:
         has_states = any(group.tokens_per_kernel_block == 0 for group in layout.groups)
         self._finishing = Finishing(
             run_on(next(iter(registered.values())).device),
-            LandedBlocks(landing_caches(layout, registered)),
+            BlockPermuter(landing_caches(layout, registered)),
             CacheMemory(registered.values()),
             self._staging,
             packed_blocks=packed_blocks(self._vllm_config, registration, registered),

@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
-from connector.protocol import Landed, Memory
+from connector.protocol import Memory, Permutation
 from connector.worker.cache_memory import CacheMemory
 from connector.worker.device_stream import stream_beside_steps
-from connector.worker.landing import LandedBlocks
+from connector.worker.landing import BlockPermuter
 from connector.worker.packing import PackedBlocks
 from statemachine.failures import DeviceMemoryExhausted, Failure, PackingFailed
 
@@ -47,7 +47,7 @@ class Loaded(NamedTuple):
     request_id: str
     block_ids: tuple[list[int], ...]
     """Per cache group: the blocks that were read into."""
-    landed: Landed | None
+    permutation: Permutation | None
     """Those that were left in the peer's order of heads and tokens."""
     unfilled: Memory | None
     """Parts of them that no READ has written."""
@@ -67,7 +67,7 @@ class Finishing:
     def __init__(
         self,
         run: Run,
-        landed_blocks: LandedBlocks,
+        permuter: BlockPermuter,
         cache_memory: CacheMemory,
         staging: HostStaging | None = None,
         *,
@@ -75,7 +75,7 @@ class Finishing:
         synchronizes: bool = False,
     ) -> None:
         self._run = run
-        self._landed_blocks = landed_blocks
+        self._permuter = permuter
         self._cache_memory = cache_memory
         self._staging = staging
         self._packed_blocks = packed_blocks
@@ -91,7 +91,7 @@ class Finishing:
         """Begin with these; returns the requests, of these and of those before, that may be used now."""
         if loaded and self._synchronizes:
             torch.accelerator.synchronize()
-        finished = {each.request_id for each in loaded if each.landed is None and each.unfilled is None}
+        finished = {each.request_id for each in loaded if each.permutation is None and each.unfilled is None}
         if len(finished) < len(loaded):
             done = self._run(partial(self._change, loaded))
             self.running.append((done, {each.request_id for each in loaded} - finished))
@@ -107,27 +107,29 @@ class Finishing:
 
     def _change(self, loaded: Sequence[Loaded]) -> None:
         """All memory that these have left to be changed."""
-        landed = [each.landed for each in loaded if each.landed is not None and not each.landed.packs]
+        permutations = [
+            each.permutation for each in loaded if each.permutation is not None and not each.permutation.packs
+        ]
         try:
-            self._landed_blocks.put_in_order(landed)
-            # What has landed to be packed is zeroed where it lies now.
+            self._permuter.permute(permutations)
+            # What is to be packed is zeroed where it lies now.
             self._cache_memory.zero([each.unfilled for each in loaded if each.unfilled is not None])
         except torch.OutOfMemoryError as error:
             # Which of these are as they should be is not known. What was begun is in the stream, and they are told
             # after it.
             failure = DeviceMemoryExhausted(error=str(error))
             for each in loaded:
-                if each.landed is not None or each.unfilled is not None:
+                if each.permutation is not None or each.unfilled is not None:
                     self._spoilt[each.request_id] = failure
             return
         for each in loaded:
-            if each.landed is not None and each.landed.packs:
-                self._pack(each.request_id, each.landed)
+            if each.permutation is not None and each.permutation.packs:
+                self._pack(each.request_id, each.permutation)
 
-    def _pack(self, request_id: str, landed: Landed) -> None:
+    def _pack(self, request_id: str, permutation: Permutation) -> None:
         assert self._packed_blocks is not None
         try:
-            self._packed_blocks.pack(landed)
+            self._packed_blocks.pack(permutation)
         except Exception as error:  # a kernel that does not want one request's blocks must not end the engine
             self._spoilt[request_id] = PackingFailed(error=repr(error))
 

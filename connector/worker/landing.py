@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from connector.layout.geometry import RankLayout
-from connector.layout.landing import landed_steps, landing_layers
-from connector.protocol import Landed
+from connector.layout.landing import landing_layers, landing_steps
+from connector.protocol import Permutation
 from connector.worker.cache_memory import Numbers, to_device, word_of
 
 MOVED_AT_ONCE_BYTES = 64 << 20
@@ -28,16 +28,16 @@ def landing_caches(layout: RankLayout, caches: Mapping[str, torch.Tensor]) -> di
     return {group: [caches[layer] for layer in layers] for group, layers in landing_layers(layout).items()}
 
 
-class LandedBlocks:
+class BlockPermuter:
     """Puts blocks of `caches` in order: by cache group, views of shape [kernel blocks, heads, tokens, content]."""
 
     def __init__(self, caches: Mapping[int, Sequence[torch.Tensor]]) -> None:
         self._caches = {group: [_as_words(cache) for cache in of_group] for group, of_group in caches.items()}
 
-    def put_in_order(self, landed: Sequence[Landed]) -> None:
+    def permute(self, permutations: Sequence[Permutation]) -> None:
         """All blocks of all requests, each of which is named once; on the current stream, without waiting for it."""
         alike: dict[tuple[int, bool, int], list[Numbers]] = {}
-        for request in landed:
+        for request in permutations:
             for group in self._caches:
                 order = (group, request.heads_first, request.chunks[group])
                 alike.setdefault(order, []).append(request.kernel_blocks[group])
@@ -47,10 +47,10 @@ class LandedBlocks:
             if moved:
                 blocks = to_device(np.concatenate(tables), moved[0].stays.device)
                 for each in moved:
-                    each.put_in_order(blocks)
+                    each.permute(blocks)
 
 
-def as_landed(cache: torch.Tensor, *, heads_first: bool, chunks: int) -> torch.Tensor:
+def in_landing_layout(cache: torch.Tensor, *, heads_first: bool, chunks: int) -> torch.Tensor:
     """`cache`, a view of shape [kernel blocks, heads, tokens, content], with each token where a READ has left it.
 
     Shape [kernel blocks, heads, chunks, tokens of a chunk, content].
@@ -65,7 +65,7 @@ class _Views(NamedTuple):
     stays: torch.Tensor
     lands: torch.Tensor
 
-    def put_in_order(self, blocks: torch.Tensor) -> None:
+    def permute(self, blocks: torch.Tensor) -> None:
         """Raises torch.OutOfMemoryError where not even one block fits beside the cache."""
         at_once = max(1, MOVED_AT_ONCE_BYTES // self.stays[0].nbytes)
         first = 0
@@ -85,7 +85,7 @@ def _views(cache: torch.Tensor, *, heads_first: bool, chunks: int) -> _Views | N
     """The cache as its blocks are to stay, and as they land; None where that is the same."""
     blocks, heads, tokens, content = cache.shape
     block_step, head_step, token_step, _ = cache.stride()
-    steps = landed_steps(
+    steps = landing_steps(
         heads=heads,
         tokens=tokens,
         head_step=head_step,

@@ -137,7 +137,7 @@ class TransferLedger:
                     continue
                 case ReceiveEnded(failure=None):
                     tables = self._open_receives.pop(event.request_id)
-                    self._loaded.append(Loaded(event.request_id, tables, event.landed, event.unfilled))
+                    self._loaded.append(Loaded(event.request_id, tables, event.permutation, event.unfilled))
                     continue  # it is counted when it is told
             self._count(self._stats.add, event)
             match event:

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from connector.protocol import Landed
-from connector.worker.landing import MOVED_AT_ONCE_BYTES, as_landed
+from connector.protocol import Permutation
+from connector.worker.landing import MOVED_AT_ONCE_BYTES, in_landing_layout
 
 
 class PackedLayer(NamedTuple):
@@ -29,11 +29,11 @@ class PackedLayer(NamedTuple):
     def pack(self, blocks: torch.Tensor, *, heads_first: bool, chunks: int) -> None:
         """Write these kernel blocks anew. Raises what the layer's kernel raises."""
         _, _, tokens, content = self.cache.shape
-        landed = as_landed(self.cache, heads_first=heads_first, chunks=chunks)
+        as_read = in_landing_layout(self.cache, heads_first=heads_first, chunks=chunks)
         within = torch.arange(tokens)
         for some in blocks.split(max(1, MOVED_AT_ONCE_BYTES // self.cache[0].nbytes)):
             # A copy, because what is written goes over what is read.
-            copy = landed.index_select(0, some).flatten(2, 3).transpose(1, 2)
+            copy = as_read.index_select(0, some).flatten(2, 3).transpose(1, 2)
             k, v = (part.reshape(-1, *part.shape[2:]) for part in copy.split(content // 2, dim=-1))
             slots = (some[:, None] * tokens + within).flatten()
             self.attention.impl.do_kv_cache_update(self.attention, k, v, self.cache, slots)
@@ -45,9 +45,9 @@ class PackedBlocks:
     def __init__(self, layers: Iterable[PackedLayer] = ()) -> None:
         self._layers = tuple(layers)
 
-    def pack(self, landed: Landed) -> None:
+    def pack(self, permutation: Permutation) -> None:
         """All blocks of a request. Raises what a kernel raises, and then the blocks hold nobody's KV."""
-        (kernel_blocks,), (chunks,) = landed.kernel_blocks, landed.chunks
+        (kernel_blocks,), (chunks,) = permutation.kernel_blocks, permutation.chunks
         blocks = torch.from_numpy(kernel_blocks)
         for layer in self._layers:
-            layer.pack(blocks, heads_first=landed.heads_first, chunks=chunks)
+            layer.pack(blocks, heads_first=permutation.heads_first, chunks=chunks)

@@ -8,7 +8,7 @@ feeds what comes of them, calls `advance` after each batch of events, and decide
 this object.
 
 What is composed. One `peer` machine; one `departure` machine; one `request` machine for each request that is to be
-read; one `hold` machine for each lease that somebody here wants and each rank of P that we deal with.
+read; one `hold` machine for each lease that somebody here wants and each partner on P.
 
     core         the rules: what each event leads to. Requests in pending_handshake or proving wait for the peer; who
                  waits for it is told when it is ready, and when it fails

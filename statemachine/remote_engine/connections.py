@@ -15,7 +15,7 @@ class Connection:
     """One connection, for as long as something stands on it.
 
     Attributes:
-        workers: names of the ranks of P that deal with us, for people.
+        workers: names of our partners on P, for people.
         open_reads: READs ordered on it that have not ended, as (request id, number). Its agents are removed only when
             there is none.
         unsettled: READs that failed on it and may still write, as (request id, number).
@@ -49,7 +49,7 @@ class Connection:
 
     @property
     def ranks(self) -> int:
-        """How many ranks of P deal with us."""
+        """How many partners we have on P."""
         return len(self.workers)
 
     def copy(self) -> Connection:

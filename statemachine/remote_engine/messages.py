@@ -92,7 +92,7 @@ class AbortAsked(Event, frozen=True, kw_only=True):
 
 
 class Connected(Event, frozen=True, kw_only=True):
-    """The handshake succeeded. `connection` numbers it; `workers` names, for people, the ranks of P that deal with us,
+    """The handshake succeeded. `connection` numbers it; `workers` names, for people, our partners on P,
     in the order in which they are numbered from now on. `life` names the processes of P."""
 
     connection: int

@@ -62,7 +62,7 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True):
     """The connection, and how much stands on it.
 
     Attributes:
-        ranks: of P that are dealt with; 0 without a connection.
+        ranks: how many partners it has; 0 without a connection.
         backoff_until_ns: None unless it backs off.
         leaves_ns: when the grace period is over of an engine that is to end; None: it has not said so.
         reads: ordered and not ended, over all connections; `unsettled` have failed and may still write.

@@ -15,7 +15,7 @@ from connector.config import ConnectorOptions
 from connector.layout.landing import Permute
 from connector.ports.nixl import ReadMeasured
 from connector.protocol import GroupPull, PeerAddress, ReceiveEnded, TrackLease
-from connector.worker.landing import LandedBlocks, landing_caches
+from connector.worker.landing import BlockPermuter, landing_caches
 from statemachine.failures import BadParams
 from tests.actors.engines import (
     BLOCKS,
@@ -312,10 +312,10 @@ def test_blocks_that_land_in_the_peers_order(
                 assert (got[:, :, :count] == sent[:, heads_of(each.local.layout.tp_rank, decode)]).all()
                 assert not got[:, :, count:].any()
                 assert (np.delete(each.memory, ours, axis=1) == 255).all()
-            assert ended["plain"].landed is None
-            landed = ended["d"].landed
-            assert [blocks.tolist() for blocks in landed.kernel_blocks] == [ours]
-            assert (landed.chunks, landed.heads_first) == ((order[0],), order[1])
+            assert ended["plain"].permutation is None
+            permutation = ended["d"].permutation
+            assert [blocks.tolist() for blocks in permutation.kernel_blocks] == [ours]
+            assert (permutation.chunks, permutation.heads_first) == ((order[0],), order[1])
             reads = max(1, prefill // decode)  # of each of our ranks
             assert await descriptors(ds, reads) < await descriptors(plain, reads)
 
@@ -324,12 +324,12 @@ def test_blocks_that_land_in_the_peers_order(
 
 def finish(rank: Engine, ended: ReceiveEnded) -> None:
     """What the engine thread does before it reports a request as loaded."""
-    if ended.landed is not None:
+    if ended.permutation is not None:
         layout = rank.local.layout
         caches = dict(
             zip((region.name for region in layout.regions), map(torch.from_numpy, rank.by_head()), strict=True)
         )
-        LandedBlocks(landing_caches(layout, caches)).put_in_order([ended.landed])
+        BlockPermuter(landing_caches(layout, caches)).permute([ended.permutation])
     if ended.unfilled is not None:
         offsets = ended.unfilled.addresses - rank.memory.ctypes.data
         for offset, length in zip(offsets, ended.unfilled.lengths, strict=True):
@@ -357,7 +357,7 @@ def test_a_peer_of_our_own_order_is_read_to_where_its_kv_stays() -> None:
             lend([p], "remote-a")
             d.pull("a", p, [5], [1])
             ended = await until(lambda: d.received("a"))
-            assert (ended.failure, ended.landed) == (None, None)
+            assert (ended.failure, ended.permutation) == (None, None)
             assert (d.by_head()[:, 5] == whole[:, 1]).all()
 
     run(test)

@@ -38,8 +38,8 @@ from connector.layout.shapes import LayerShape
 from connector.layout.sources import partners
 from connector.ports.nixl import MemoryRange, NixlEvent, ReadEnded
 from connector.ports.nixl_agent import RealNixlPort
-from connector.protocol import Landed
-from connector.worker.landing import LandedBlocks, landing_caches
+from connector.protocol import Permutation
+from connector.worker.landing import BlockPermuter, landing_caches
 from tests.bench.source import other_process, tell, wait_for_end
 from tests.rig.layouts import attention_rank, attention_shapes, plan_engine
 
@@ -150,7 +150,7 @@ class Reader:
         self.range = MemoryRange(memory.data_ptr(), memory.nbytes)
         self.layout = _rank("decode", memory.data_ptr(), layout_name, self.tokens, 0, self.decode_tp)
         by_layer = dict(zip(_shapes(), self.by_head, strict=True))
-        self.landed_blocks = LandedBlocks(landing_caches(self.layout, by_layer))
+        self.permuter = BlockPermuter(landing_caches(self.layout, by_layer))
         chance = np.random.default_rng(1)
         self.ours = chance.permutation(blocks)[: REQUEST_TOKENS // self.tokens]
         self.theirs = chance.permutation(POOL * REQUEST_TOKENS // self.prefill_tokens)[
@@ -212,9 +212,9 @@ class Reader:
                 assert event.error is None, event
                 posted.remove(event.handle)
         read = time.perf_counter()
-        if plan.lands is not None:
-            order = {"chunks": plan.lands.chunks, "heads_first": plan.lands.heads_first}
-            self.landed_blocks.put_in_order([Landed(kernel_blocks=(self.ours,), **order)])
+        if plan.landing is not None:
+            order = {"chunks": plan.landing.chunks, "heads_first": plan.landing.heads_first}
+            self.permuter.permute([Permutation(kernel_blocks=(self.ours,), **order)])
         ordered = time.perf_counter()
         return Times(
             ids=numbered - started,

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from connector.protocol import AfterSteps, Landed, Memory, Stretch
+from connector.protocol import AfterSteps, Memory, Permutation, Stretch
 from connector.worker.block_sums import BlockSums
 from connector.worker.cache_memory import CacheMemory
 from connector.worker.finishing import Finishing, Loaded, run_on
-from connector.worker.landing import LandedBlocks
+from connector.worker.landing import BlockPermuter
 from connector.worker.step_fence import StepFence, end_of_steps_on
 from tests.gpu.patience import patient
 from tests.rig.pulls import pull
@@ -41,8 +41,8 @@ def request(cache: torch.Tensor) -> Loaded:
     last = cache[LANDED[-1]]
     addresses = np.array([head[-1].data_ptr() for head in last])
     lengths = np.full(HEADS, last[0, -1].nbytes)
-    landed = Landed(heads_first=False, chunks=(1,), kernel_blocks=(np.array(LANDED),))
-    return Loaded("request", ([],), landed, Memory(addresses=addresses, lengths=lengths))
+    permutation = Permutation(heads_first=False, chunks=(1,), kernel_blocks=(np.array(LANDED),))
+    return Loaded("request", ([],), permutation, Memory(addresses=addresses, lengths=lengths))
 
 
 def expected(cache: torch.Tensor) -> torch.Tensor:
@@ -55,7 +55,7 @@ def expected(cache: torch.Tensor) -> torch.Tensor:
 
 
 def finishing_of(cache: torch.Tensor) -> Finishing:
-    return Finishing(run_on(cache.device), LandedBlocks({0: [cache]}), CacheMemory([cache]))
+    return Finishing(run_on(cache.device), BlockPermuter({0: [cache]}), CacheMemory([cache]))
 
 
 def wait(finishing: Finishing, finished: set[str]) -> None:

@@ -29,7 +29,7 @@ from connector.ports.nixl import DescriptorIds, MemoryRun, NixlEvent, ReadEnded
 from connector.protocol import Memory
 from connector.worker.cache_memory import CacheMemory, Numbers
 from connector.worker.finishing import Finishing, Loaded, run_on
-from connector.worker.landing import LandedBlocks, landing_caches
+from connector.worker.landing import BlockPermuter, landing_caches
 from tests.gpu.device_memory import DeviceMemory
 from tests.gpu.patience import patient
 from tests.gpu.prefill_ranks import CLOSE_SECONDS, PrefillProcess, PrefillRank, open_port
@@ -42,8 +42,8 @@ from tests.unit.layout_oracle import (
     Rank,
     again,
     case_of,
-    landed_blocks,
     make_content,
+    permutation_of,
 )
 
 pytestmark = pytest.mark.timeout(patient(300))
@@ -383,8 +383,8 @@ async def _read(
         with trio.CancelScope(shield=True):
             assert await port.aclose(CLOSE_SECONDS) == []
     unfilled = _memory(*engine_plan.unfilled(pairs[0]))
-    landed = None if engine_plan.lands is None else landed_blocks(case, engine_plan.lands)
-    await _finish(rank, memory, Loaded("request", (), landed, unfilled))
+    permutation = None if engine_plan.landing is None else permutation_of(case, engine_plan.landing)
+    await _finish(rank, memory, Loaded("request", (), permutation, unfilled))
     return descriptors
 
 
@@ -395,7 +395,7 @@ def _memory(addresses: Numbers, lengths: Numbers) -> Memory | None:
 async def _finish(rank: Rank, memory: DeviceMemory, loaded: Loaded) -> None:
     """What the product does before vLLM is told."""
     caches = {layer: memory.twin(cache) for layer, cache in rank.caches.items()}
-    landing = LandedBlocks(landing_caches(rank.layout, caches))
+    landing = BlockPermuter(landing_caches(rank.layout, caches))
     finishing = Finishing(run_on(memory.device), landing, CacheMemory(memory.tensors))
     finished = finishing.finish([loaded])
     while not finished:

@@ -27,7 +27,7 @@ from connector.protocol import Memory
 from connector.worker.cache_memory import CacheMemory
 from connector.worker.device_stream import stream_beside_steps
 from connector.worker.finishing import Finishing, Loaded, run_on
-from connector.worker.landing import LandedBlocks
+from connector.worker.landing import BlockPermuter
 from tests.bench.source import Source, other_process, tell, wait_for_end
 from tests.gpu.test_busy_device import forward_pass
 
@@ -130,7 +130,7 @@ def test_what_was_read_into_memory_of_the_host_comes_to_a_busy_device(
     trio.run(read, host, source)
     assert torch.equal(host, expected(NOT_READ))
 
-    finishing = Finishing(run_on(host.device), LandedBlocks({}), CacheMemory([host]), Copies(host, cache))
+    finishing = Finishing(run_on(host.device), BlockPermuter({}), CacheMemory([host]), Copies(host, cache))
     rest = host[LOADED[-1], -UNFILLED_WORDS:]
     unfilled = Memory(addresses=np.array([rest.data_ptr()]), lengths=np.array([rest.nbytes]))
     if pinned:

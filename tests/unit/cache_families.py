@@ -50,11 +50,11 @@ from connector.layout.blocks import GroupBlocks
 from connector.layout.geometry import LayoutMismatch, RankId, RankLayout
 from connector.layout.plan import EnginePlan
 from connector.layout.remote import layout_from_metadata, stated_by
-from connector.protocol import Landed, Memory
+from connector.protocol import Memory, Permutation
 from connector.wire.metadata import decode_agent_metadata, encode_agent_metadata
 from connector.worker.cache_memory import CacheMemory
 from connector.worker.finishing import Finishing, Loaded, run_at_once
-from connector.worker.landing import LandedBlocks, landing_caches
+from connector.worker.landing import BlockPermuter, landing_caches
 from connector.worker.packing import PackedBlocks
 from connector.worker.registration import Registration, derive_registration
 from tests.rig.layouts import plan_engine
@@ -527,23 +527,23 @@ def carry_out(
     unfilled = Memory(addresses=addresses, lengths=lengths)
     for address, length_bytes in zip(unfilled.addresses.tolist(), unfilled.lengths.tolist(), strict=True):
         assert _is_registered(decode, address, length_bytes)
-    landed = None
-    if plan.lands is not None:
+    permutation = None
+    if plan.landing is not None:
         ratios = (group.kernel_blocks_per_block for group in local_side.layout.cache_groups)
         kernel_blocks = [
             [block * ratio + part for block in table.local for part in range(ratio)]
             for table, ratio in zip(tables, ratios, strict=True)
         ]
-        landed = Landed(
+        permutation = Permutation(
             kernel_blocks=tuple(np.array(numbers) for numbers in kernel_blocks),
-            chunks=plan.lands.chunks,
-            heads_first=plan.lands.heads_first,
-            packs=plan.lands.packs,
+            chunks=plan.landing.chunks,
+            heads_first=plan.landing.heads_first,
+            packs=plan.landing.packs,
         )
     memory = CacheMemory(decode.tensors.values())
-    landed_blocks = LandedBlocks(landing_caches(local_side.layout, decode.tensors))
-    finishing = Finishing(run_at_once, landed_blocks, memory, packed_blocks=packed)
-    finishing.finish([Loaded("any", ([],), landed, unfilled)])
+    permuter = BlockPermuter(landing_caches(local_side.layout, decode.tensors))
+    finishing = Finishing(run_at_once, permuter, memory, packed_blocks=packed)
+    finishing.finish([Loaded("any", ([],), permutation, unfilled)])
     assert not finishing.failed
     return plan
 

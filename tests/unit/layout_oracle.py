@@ -55,8 +55,8 @@ from connector.layout.shapes import (
 from connector.layout.sources import partners
 from connector.layout.steps import Steps
 from connector.ports.nixl import MemoryKind, MemoryRun
-from connector.protocol import Landed
-from connector.worker.landing import LandedBlocks, landing_caches
+from connector.protocol import Permutation
+from connector.worker.landing import BlockPermuter, landing_caches
 from tests.rig.layouts import plan_engine
 
 Bytes = npt.NDArray[np.uint8]
@@ -873,10 +873,10 @@ def check(case: Case) -> int:
     landings = [plan_engine(decode.layout, remotes, permute) for permute in (Permute.BLOCK_SIZES, Permute.ORDERS)]
     landings.append(_plan_of_any_order(case, decode.layout, remotes))
     for number, landing in enumerate(landings):
-        if landing.lands is not None and landing.lands not in [other.lands for other in landings[:number]]:
+        if landing.landing is not None and landing.landing not in [other.landing for other in landings[:number]]:
             expectation.start_again()
             if carry_out(landing, case, decode, prefill) > descriptors and landing is not landings[-1]:
-                raise OracleError(f"{landing.lands} takes more descriptors than {descriptors}")
+                raise OracleError(f"{landing.landing} takes more descriptors than {descriptors}")
             expectation.require()
     return descriptors
 
@@ -933,8 +933,8 @@ def carry_out(engine_plan: EnginePlan, case: Case, decode: Rank, prefill: dict[R
             index, part = decode.locate(to, length_bytes)
             decode.memory[index][part] = remote_rank.bytes_at(source, length_bytes)
             _mark(written[index][part], to)
-    if engine_plan.lands is not None:
-        put_in_order(case, decode, engine_plan.lands)
+    if engine_plan.landing is not None:
+        put_in_order(case, decode, engine_plan.landing)
         for marks in written:
             marks[:] = False
     for address, length_bytes in zip(*(array.tolist() for array in engine_plan.unfilled(pairs[0])), strict=True):
@@ -946,16 +946,16 @@ def carry_out(engine_plan: EnginePlan, case: Case, decode: Rank, prefill: dict[R
 
 def put_in_order(case: Case, decode: Rank, order: LandingOrder) -> None:
     """What the product does with the request's blocks after READs to the landing layout."""
-    LandedBlocks(landing_caches(decode.layout, decode.caches)).put_in_order([landed_blocks(case, order)])
+    BlockPermuter(landing_caches(decode.layout, decode.caches)).permute([permutation_of(case, order)])
 
 
-def landed_blocks(case: Case, order: LandingOrder) -> Landed:
+def permutation_of(case: Case, order: LandingOrder) -> Permutation:
     """The request's blocks as the product is told of them."""
     kernel_blocks = [
         [number for number, token, _ in _positions(table.local, 0, group) if token == 0]
         for table, group in zip(case.tables, case.decode.groups, strict=True)
     ]
-    return Landed(
+    return Permutation(
         kernel_blocks=tuple(np.array(numbers, np.int64) for numbers in kernel_blocks),
         chunks=order.chunks,
         heads_first=order.heads_first,

@@ -188,7 +188,7 @@ def test_tokens_arrive_as_the_kernel_would_have_written_them(
         for rank in range(ranks)
     ]
     assert decode.instruction_set == prefill[0].instruction_set == order.split()[0]
-    assert _arrives(decode, prefill).lands is None
+    assert _arrives(decode, prefill).landing is None
 
 
 @pytest.mark.skipif(current_platform.get_cpu_architecture() is not CpuArchEnum.X86, reason="kernels of x86")
@@ -247,8 +247,8 @@ def test_what_is_read_from_gpus_is_as_the_kernel_would_have_written_it(
     assert decode.instruction_set == order.split()[0]
     read = partners(decode_rank.tp_rank, decode_ranks, prefill_ranks, 1, 1)
     plan = _arrives(decode, [prefill[rank] for rank in read])
-    assert plan.lands is not None
-    assert plan.lands.packs
+    assert plan.landing is not None
+    assert plan.landing.packs
 
 
 @pytest.mark.skipif(current_platform.get_cpu_architecture() is not CpuArchEnum.X86, reason="kernels of x86")
@@ -322,8 +322,8 @@ def test_blocks_of_any_size_are_packed_in_an_unknown_order(monkeypatch: pytest.M
     for size in (16, 48, 64, 128):
         prefill = Engine(monkeypatch, tmp_path, "vec", size, engine_id="prefill", on_gpus=True, layout="LBNHC")
         plan = plan_engine(local.layout, [seen(local, prefill.rank)])
-        assert plan.lands is not None
-        assert plan.lands.packs
+        assert plan.landing is not None
+        assert plan.landing.packs
 
 
 def test_whole_blocks_are_read_where_the_peers_heads_come_first_too(

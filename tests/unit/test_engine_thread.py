@@ -25,13 +25,13 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from connector.nixl_connector import NixlActorConnector
 from connector.observe import hang_notice
-from connector.protocol import Command, Landed, ReceiveEnded
+from connector.protocol import Command, Permutation, ReceiveEnded
 from connector.runtime.thread import ActorThread
 from connector.step_metadata import StepMetadata, WorkerReport
 from connector.worker.cache_memory import CacheMemory
 from connector.worker.connector_worker import LATE_SECONDS
 from connector.worker.finishing import Finishing, run_at_once
-from connector.worker.landing import LandedBlocks
+from connector.worker.landing import BlockPermuter
 from connector.worker.packing import PackedBlocks
 from statemachine.failures import Failure, PackingFailed
 from tests.rig.pulls import pull
@@ -363,20 +363,22 @@ def test_a_request_that_cannot_be_packed_is_reported_as_failed_and_the_next_one_
     """The kernel's error is in the log and in the figures, and vLLM does not see it raised."""
 
     class NoKernelForBlock3(PackedBlocks):
-        def pack(self, landed: Landed) -> None:
-            if 3 in landed.kernel_blocks[0]:
+        def pack(self, permutation: Permutation) -> None:
+            if 3 in permutation.kernel_blocks[0]:
                 raise RuntimeError("no kernel")
 
     worker, cache = engine.worker._worker_side, torch.zeros(8, 1, 4, 8)
     worker._finishing = Finishing(
-        run_at_once, LandedBlocks({}), CacheMemory([cache]), packed_blocks=NoKernelForBlock3()
+        run_at_once, BlockPermuter({}), CacheMemory([cache]), packed_blocks=NoKernelForBlock3()
     )
     logged: list[tuple[str, Failure]] = []
     worker._log_failure = lambda subject, failure: logged.append((subject, failure))  # type: ignore[assignment]
     engine.load([pull("a", [3]), pull("b", [4])])
     for name, block in (("a", 3), ("b", 4)):
-        landed = Landed(kernel_blocks=(np.array([block]),), chunks=(1,), heads_first=True, packs=True)
-        ended = ReceiveEnded(request_id=name, failure=None, local_block_ids=[], quarantined=False, landed=landed)
+        permutation = Permutation(kernel_blocks=(np.array([block]),), chunks=(1,), heads_first=True, packs=True)
+        ended = ReceiveEnded(
+            request_id=name, failure=None, local_block_ids=[], quarantined=False, permutation=permutation
+        )
         worker.ledger.record(ended)
     results = engine.worker.get_transfer_results(set())
     assert (results.finished_recving, results.failed_recving) == ({"a", "b"}, {"a"})

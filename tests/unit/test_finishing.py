@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from connector.layout.landing import landed_steps
-from connector.protocol import Landed, Memory
+from connector.layout.landing import landing_steps
+from connector.protocol import Memory, Permutation
 from connector.worker.cache_memory import CacheMemory
 from connector.worker.finishing import Finishing, Loaded, run_on
-from connector.worker.landing import LandedBlocks
+from connector.worker.landing import BlockPermuter
 from connector.worker.packing import PackedBlocks
 from statemachine.failures import DeviceMemoryExhausted, PackingFailed
 
@@ -40,7 +40,7 @@ class LateDevice:
 def finishing(device: LateDevice) -> tuple[Finishing, torch.Tensor]:
     """Of 16 blocks with 2 heads of 4 tokens."""
     cache = torch.arange(1, 16 * 2 * 4 * 8 + 1, dtype=torch.int32).reshape(16, 2, 4, 8)
-    return Finishing(device.run, LandedBlocks({0: [cache]}), CacheMemory([cache])), cache
+    return Finishing(device.run, BlockPermuter({0: [cache]}), CacheMemory([cache])), cache
 
 
 def plain(name: str) -> Loaded:
@@ -56,8 +56,10 @@ def partly(name: str, cache: torch.Tensor, block: int) -> Loaded:
 
 def other_order(name: str, block: int) -> Loaded:
     """A request whose block has tokens before heads."""
-    assert landed_steps(heads=2, tokens=4, head_step=32, token_step=8, heads_first=False, chunks=1) is not None
-    return Loaded(name, ([block],), Landed(heads_first=False, chunks=(1,), kernel_blocks=(np.array([block]),)), None)
+    assert landing_steps(heads=2, tokens=4, head_step=32, token_step=8, heads_first=False, chunks=1) is not None
+    return Loaded(
+        name, ([block],), Permutation(heads_first=False, chunks=(1,), kernel_blocks=(np.array([block]),)), None
+    )
 
 
 def test_a_request_is_told_when_the_device_has_done_its_part() -> None:
@@ -87,7 +89,7 @@ def test_requests_of_several_steps_are_told_in_the_devices_order() -> None:
 
 def test_a_processor_has_done_it_at_once() -> None:
     _, cache = finishing(LateDevice())
-    ours = Finishing(run_on(cache.device), LandedBlocks({0: [cache]}), CacheMemory([cache]))
+    ours = Finishing(run_on(cache.device), BlockPermuter({0: [cache]}), CacheMemory([cache]))
     assert ours.finish([partly("a", cache, 3)]) == {"a"}
     assert not cache[3, 0, -1].any()
 
@@ -107,8 +109,8 @@ class FailsFor(PackedBlocks):
         self._block = block
         self._cache = cache
 
-    def pack(self, landed: Landed) -> None:
-        (blocks,) = landed.kernel_blocks
+    def pack(self, permutation: Permutation) -> None:
+        (blocks,) = permutation.kernel_blocks
         if self._block in blocks:
             raise RuntimeError("no kernel")
         self._cache[blocks] = -self._cache[blocks]
@@ -116,14 +118,14 @@ class FailsFor(PackedBlocks):
 
 def to_pack(name: str, cache: torch.Tensor, block: int) -> Loaded:
     """A request of whose block no READ has written the last token."""
-    landed = Landed(heads_first=True, chunks=(1,), kernel_blocks=(np.array([block]),), packs=True)
-    return partly(name, cache, block)._replace(landed=landed)
+    permutation = Permutation(heads_first=True, chunks=(1,), kernel_blocks=(np.array([block]),), packs=True)
+    return partly(name, cache, block)._replace(permutation=permutation)
 
 
 def test_a_block_that_cannot_be_packed_fails_its_request_alone() -> None:
     device = LateDevice()
     _, cache = finishing(device)
-    ours = Finishing(device.run, LandedBlocks({0: [cache]}), CacheMemory([cache]), packed_blocks=FailsFor(4, cache))
+    ours = Finishing(device.run, BlockPermuter({0: [cache]}), CacheMemory([cache]), packed_blocks=FailsFor(4, cache))
     before = cache.clone()
     assert ours.finish([to_pack("a", cache, 3), to_pack("b", cache, 4), to_pack("c", cache, 5), plain("d")]) == {"d"}
     assert not ours.failed
@@ -140,11 +142,11 @@ def test_a_device_without_memory_fails_the_requests_of_that_step_and_no_others()
     device = LateDevice()
     _, cache = finishing(device)
 
-    class Full(LandedBlocks):
-        def put_in_order(self, landed: Sequence[Landed]) -> None:
-            if any(4 in each.kernel_blocks[0] for each in landed):
+    class Full(BlockPermuter):
+        def permute(self, permutations: Sequence[Permutation]) -> None:
+            if any(4 in each.kernel_blocks[0] for each in permutations):
                 raise torch.OutOfMemoryError("CUDA out of memory")
-            super().put_in_order(landed)
+            super().permute(permutations)
 
     ours = Finishing(device.run, Full({0: [cache]}), CacheMemory([cache]))
     assert ours.finish([other_order("a", 4), partly("b", cache, 3), plain("c")]) == {"c"}
@@ -163,12 +165,12 @@ def test_what_is_to_be_packed_is_zeroed_before_it() -> None:
     _, cache = finishing(LateDevice())
 
     class Turns(PackedBlocks):
-        def pack(self, landed: Landed) -> None:
-            (blocks,) = landed.kernel_blocks
+        def pack(self, permutation: Permutation) -> None:
+            (blocks,) = permutation.kernel_blocks
             cache[blocks] = cache[blocks].flip(2)
 
     before = cache.clone()
-    ours = Finishing(run_on(cache.device), LandedBlocks({0: [cache]}), CacheMemory([cache]), packed_blocks=Turns())
+    ours = Finishing(run_on(cache.device), BlockPermuter({0: [cache]}), CacheMemory([cache]), packed_blocks=Turns())
     request = to_pack("a", cache, 3)
     unfilled = Memory(
         addresses=np.array([cache[3, head, -1].data_ptr() for head in range(2)]),

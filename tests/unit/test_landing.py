@@ -1,4 +1,4 @@
-"""Putting landed blocks in order: on the engine thread, before the report, and nothing but the named blocks."""
+"""Putting blocks in order that READs have left in the peer's: before the report, and no others."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from vllm.config import VllmConfig
 
 from connector.config import ConnectorOptions
-from connector.protocol import Landed, Memory, ReceiveEnded
+from connector.protocol import Memory, Permutation, ReceiveEnded
 from connector.worker import landing
 from connector.worker.connector_worker import ConnectorWorker
-from connector.worker.landing import LandedBlocks
+from connector.worker.landing import BlockPermuter
 from statemachine.failures import AbortedByClient
 from tests.rig.kernels import DEVICE, counted, never_waiting
 from tests.rig.pulls import pull
@@ -37,8 +37,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:
         yield config
 
 
-def landed(*tables: list[int], chunks: int = 1, heads_first: bool = True) -> Landed:
-    return Landed(
+def permutation(*tables: list[int], chunks: int = 1, heads_first: bool = True) -> Permutation:
+    return Permutation(
         kernel_blocks=tuple(np.array(table, np.int64) for table in tables),
         chunks=(chunks,) * len(tables),
         heads_first=heads_first,
@@ -57,7 +57,7 @@ def make_cache(
     return rows.view(blocks, tokens, heads, content).transpose(1, 2)
 
 
-def as_landed(page: torch.Tensor, heads: int, tokens: int, *, chunks: int, heads_first: bool) -> torch.Tensor:
+def in_landing_layout(page: torch.Tensor, heads: int, tokens: int, *, chunks: int, heads_first: bool) -> torch.Tensor:
     """What the bytes of a block mean: [heads, tokens, bytes]."""
     if heads_first:
         return page.view(chunks, heads, tokens // chunks, -1).transpose(0, 1).reshape(heads, tokens, -1)
@@ -88,11 +88,11 @@ def test_only_the_named_blocks_change(
         right = cache.clone().view(torch.uint8)
         for block in tables[group]:
             page = pages[block].clone(memory_format=torch.contiguous_format).view(torch.uint8).flatten()
-            right[block] = as_landed(page, heads, tokens, chunks=chunks, heads_first=heads_first)
+            right[block] = in_landing_layout(page, heads, tokens, chunks=chunks, heads_first=heads_first)
         expected[group] = right
     order = {"chunks": chunks, "heads_first": heads_first}
-    request, other = landed([6], [0], **order), landed([1, 3], [7], **order)
-    LandedBlocks({group: [cache] for group, cache in caches.items()}).put_in_order([request, other])
+    request, other = permutation([6], [0], **order), permutation([1, 3], [7], **order)
+    BlockPermuter({group: [cache] for group, cache in caches.items()}).permute([request, other])
     for group, cache in caches.items():
         assert torch.equal(cache.view(torch.uint8), expected[group])
         if padding:
@@ -106,29 +106,34 @@ def test_requests_of_one_step_may_have_landed_in_different_orders() -> None:
     """From several peers."""
     cache = make_cache(8, 2, 8, 4, padding=0, dtype=torch.int16, heads_first=True)
     before = cache.clone()
-    LandedBlocks({0: [cache]}).put_in_order(
-        [landed([5], chunks=2), landed([1], heads_first=False), landed([6, 2], chunks=4), landed([3])]
+    BlockPermuter({0: [cache]}).permute(
+        [
+            permutation([5], chunks=2),
+            permutation([1], heads_first=False),
+            permutation([6, 2], chunks=4),
+            permutation([3]),
+        ]
     )
     for block, chunks, heads_first in ((5, 2, True), (1, 1, False), (6, 4, True), (2, 4, True)):
         page = before[block].view(torch.uint8).flatten()
-        right = as_landed(page, 2, 8, chunks=chunks, heads_first=heads_first)
+        right = in_landing_layout(page, 2, 8, chunks=chunks, heads_first=heads_first)
         assert torch.equal(cache[block].view(torch.uint8), right)
     assert torch.equal(cache[[0, 3, 4, 7]], before[[0, 3, 4, 7]])
 
 
 def test_what_lands_where_it_stays_costs_nothing() -> None:
     layers = [make_cache(8, 2, 8, 4, padding=0, dtype=torch.int16, heads_first=True)]
-    blocks = LandedBlocks({0: layers})
+    blocks = BlockPermuter({0: layers})
     with counted() as operations:
-        blocks.put_in_order([landed([5, 1])])
+        blocks.permute([permutation([5, 1])])
     assert not operations
 
 
 def test_more_blocks_than_are_moved_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     cache, other = (make_cache(9, 2, 4, 8, padding=0, dtype=torch.int16) for _ in range(2))
-    LandedBlocks({0: [cache]}).put_in_order([landed([8, 0, 3, 5, 1])])
+    BlockPermuter({0: [cache]}).permute([permutation([8, 0, 3, 5, 1])])
     monkeypatch.setattr(landing, "MOVED_AT_ONCE_BYTES", 2 * cache[0].nbytes)
-    LandedBlocks({0: [other]}).put_in_order([landed([8, 0, 3, 5, 1])])
+    BlockPermuter({0: [other]}).permute([permutation([8, 0, 3, 5, 1])])
     assert torch.equal(cache, other)
 
 
@@ -154,9 +159,9 @@ def test_a_device_with_little_memory_moves_fewer_blocks_at_once(
 ) -> None:
     """Each block once all the same: a second time would spoil it."""
     cache, other = (make_cache(9, 2, 4, 8, padding=0, dtype=torch.int16) for _ in range(2))
-    LandedBlocks({0: [cache]}).put_in_order([landed([8, 0, 3, 5, 1, 6, 2])])
+    BlockPermuter({0: [cache]}).permute([permutation([8, 0, 3, 5, 1, 6, 2])])
     device = FullDevice(monkeypatch, blocks_max)
-    LandedBlocks({0: [other]}).put_in_order([landed([8, 0, 3, 5, 1, 6, 2])])
+    BlockPermuter({0: [other]}).permute([permutation([8, 0, 3, 5, 1, 6, 2])])
     assert torch.equal(cache, other)
     assert 1 <= device.refused <= 2
 
@@ -166,7 +171,7 @@ def test_not_even_one_block_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
     before = cache.clone()
     FullDevice(monkeypatch, 0)
     with pytest.raises(torch.OutOfMemoryError):
-        LandedBlocks({0: [cache]}).put_in_order([landed([8, 0, 3])])
+        BlockPermuter({0: [cache]}).permute([permutation([8, 0, 3])])
     assert torch.equal(cache, before)
 
 
@@ -174,7 +179,7 @@ def test_the_engine_thread_does_not_wait_for_the_device() -> None:
     """One copy of the numbers for all layers, from a pinned clone of them; two kernels for each layer."""
     layers = [torch.empty(9, 16, 8, 64, dtype=torch.bfloat16, device=DEVICE).transpose(1, 2) for _ in range(5)]
     with never_waiting(), counted() as operations:
-        LandedBlocks({0: layers}).put_in_order([landed([8, 0, 3]), landed([5, 1])])
+        BlockPermuter({0: layers}).permute([permutation([8, 0, 3]), permutation([5, 1])])
     assert operations == {"clone": 1, "_to_copy": 1, "index_select": 5, "index_copy_": 5}
 
 
@@ -205,7 +210,7 @@ def test_blocks_are_in_order_when_vllm_is_told(
                 failure=failure,
                 local_block_ids=blocks,
                 quarantined=False,
-                landed=landed(blocks),
+                permutation=permutation(blocks),
                 unfilled=unfilled if request_id == "a" else None,
             )
             worker.ledger.record(ended)

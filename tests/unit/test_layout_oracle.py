@@ -132,10 +132,10 @@ def test_landing_layouts_are_chosen(permute: landing.Permute) -> None:
 
     def engine_plan(local: Any, remotes: Any, given: Any = landing.Permute.NEVER) -> plan.EnginePlan:
         made = right(local, remotes, given)
-        if given is permute and made.lands is not None:
+        if given is permute and made.landing is not None:
             (pairs, *_) = made.pair(case.tables)
             found["blocks in part"] += any(pair.unfilled_block.size for pair in pairs)
-            found["blocks of several chunks"] += max(made.lands.chunks) > 1
+            found["blocks of several chunks"] += max(made.landing.chunks) > 1
             found["all"] += 1
         return made
 
@@ -444,7 +444,7 @@ def _runs_by_address_only() -> AbstractContextManager[Any]:
 
 def _order_of_the_peer_stays() -> AbstractContextManager[Any]:
     """Blocks are left as they landed."""
-    return patch.object(layout_oracle.LandedBlocks, "put_in_order", lambda self, landed: None)
+    return patch.object(layout_oracle.BlockPermuter, "permute", lambda self, permutations: None)
 
 
 def _zeroed_where_it_would_have_landed() -> AbstractContextManager[Any]:
@@ -453,9 +453,9 @@ def _zeroed_where_it_would_have_landed() -> AbstractContextManager[Any]:
 
     def engine_plan(local: Any, remotes: Any, permute: Any = landing.Permute.NEVER) -> plan.EnginePlan:
         found = right(local, remotes, permute)
-        if found.lands is None:
+        if found.landing is None:
             return found
-        own = right(landing.landing_layout(local, found.lands), remotes).own
+        own = right(landing.landing_layout(local, found.landing), remotes).own
         return msgspec.structs.replace(found, own=own)
 
     return patch.object(layout_oracle, "plan_engine", engine_plan)

@@ -205,7 +205,7 @@ def test_smaller_blocks_land_as_they_are(decode: dict[str, Any], prefill: dict[s
     ours, theirs = engines(decode | {"tokens": 16}, prefill | {"tokens": 4})
     same_order = ours.layout_name.endswith("HNC")
     plan = plan_engine(ours, theirs, Permute.BLOCK_SIZES if same_order else Permute.ORDERS)
-    assert plan.lands == LandingOrder(heads_first=True, chunks=(4,))
+    assert plan.landing == LandingOrder(heads_first=True, chunks=(4,))
     assert rows_of(plan) == rows
     heads_of_a_layer = HEADS // ours.tp_size
     assert rows_of(plan_engine(ours, theirs)) == 2 * heads_of_a_layer * (1 if same_order else 4)
@@ -236,7 +236,7 @@ def test_smaller_blocks_land_as_they_are(decode: dict[str, Any], prefill: dict[s
 def test_nothing_is_permuted_for_nothing(decode: dict[str, Any], prefill: dict[str, Any], permute: Permute) -> None:
     ours, theirs = engines({"tokens": 16} | decode, {"tokens": 16} | prefill)
     plan = plan_engine(ours, theirs, permute)
-    assert plan.lands is None
+    assert plan.landing is None
     assert rows_of(plan) == rows_of(plan_engine(ours, theirs))
 
 
@@ -249,7 +249,7 @@ def test_layers_that_stay_where_they_land_do_not_decide() -> None:
     ours = msgspec.structs.replace(ours, regions=(*ours.regions, *moved[0]))
     theirs = [msgspec.structs.replace(theirs[0], regions=(*theirs[0].regions, *moved[1]))]
     plan = plan_engine(ours, theirs, Permute.BLOCK_SIZES)
-    assert plan.lands == LandingOrder(heads_first=True, chunks=(4,))
+    assert plan.landing == LandingOrder(heads_first=True, chunks=(4,))
     assert rows_of(plan) == 9 + 1
     assert rows_of(plan_engine(ours, theirs)) == 9 + 4
 
@@ -273,7 +273,7 @@ def test_each_cache_group_lands_in_chunks_of_its_own() -> None:
         regions = (parts[0].regions[0], _moved(parts[1].regions[0]))
         sides.append(msgspec.structs.replace(parts[0], regions=regions, groups=groups[name]))
     plan = plan_engine(sides[0], [sides[1]], Permute.BLOCK_SIZES)
-    assert plan.lands == LandingOrder(heads_first=True, chunks=(4, 1))
+    assert plan.landing == LandingOrder(heads_first=True, chunks=(4, 1))
     assert rows_of(plan) == 2
 
 

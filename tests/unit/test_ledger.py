@@ -58,7 +58,7 @@ def test_what_no_read_has_written_is_named_once_and_only_for_loaded_requests() -
         book.enter(pull(request_id, [1]))
         book.record(msgspec.structs.replace(ended(request_id, [1], failed=failed), unfilled=unfilled))
     book.take_results()
-    assert book.take_loaded() == [Loaded(request_id="a", block_ids=([1],), landed=None, unfilled=unfilled)]
+    assert book.take_loaded() == [Loaded(request_id="a", block_ids=([1],), permutation=None, unfilled=unfilled)]
     assert book.take_loaded() == []
 
 

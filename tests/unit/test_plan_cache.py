@@ -53,7 +53,7 @@ def as_values(plan: EnginePlan) -> Any:
         ]
         for read in plan.reads
     ]
-    return reads, plan.notify_only, plan.own, plan.lands
+    return reads, plan.notify_only, plan.own, plan.landing
 
 
 # --- what is found is right -----------------------------------------------------------------------------------------

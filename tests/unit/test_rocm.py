@@ -77,7 +77,7 @@ def test_states_are_synchronized_before_vllm_is_told(
         worker.ledger.enter(pull("a", [1]))
         worker.ledger.record(
             ReceiveEnded(
-                request_id="a", failure=None, local_block_ids=[1], quarantined=False, landed=None, unfilled=None
+                request_id="a", failure=None, local_block_ids=[1], quarantined=False, permutation=None, unfilled=None
             )
         )
         assert worker.get_transfer_results().finished_recving == {"a"}

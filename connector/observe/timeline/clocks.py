@@ -3,7 +3,7 @@
 Within a process the monotonic clock counts. Its zero is tied to the wall clock of its machine, by the median of all
 records; a wall clock that is set while the process runs moves nothing. Wall clocks of several machines differ. What
 happened is evidence for by how much: an answer does not come before its question, and a question not before it was
-asked. For a decode rank and a prefill rank that dealt with the same lease
+asked. For a decode rank and a prefill rank that had the same lease
 
     D wants the lease        <= P's first `Held`        only where no other engine held the lease
     P's first `Held`         <= D hears `HeldByPeer`
@@ -132,7 +132,7 @@ def all_histories(stories: Iterable[Story]) -> Iterator[History]:
 def lease_of_each_hold(story: Story) -> list[History | None]:
     """For every hold of the story the lease that it is D's knowledge of, None where P's side is not known.
 
-    A hold counts the ranks of P that its D rank deals with: all, or those that have its part of the heads, which lie
+    A hold counts the partners of its D rank on P: all ranks, or those that have its part of the heads, which lie
     next to each other.
     """
     leases = sorted(story.leases, key=lambda each: each.rank)
@@ -199,7 +199,7 @@ def _zero_ns(record: TransitionRecord) -> int:
 
 
 def _paired(stories: Sequence[Story], clock_of: dict[int, Clock]) -> list[_Pair]:
-    """Every decode rank with every prefill rank that it dealt with, and what is known of their clocks."""
+    """Every decode rank with every prefill rank that was its partner, and what is known of their clocks."""
     found: dict[tuple[int, int], _Pair] = {}
     holders: dict[int, set[str]] = {}
     for story in stories:

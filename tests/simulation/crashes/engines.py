@@ -44,7 +44,7 @@ from connector.worker.block_sums import BlockSums
 from connector.worker.cache_memory import CacheMemory
 from connector.worker.connector_worker import ConnectorWorker
 from connector.worker.finishing import Finishing, run_at_once
-from connector.worker.landing import LandedBlocks
+from connector.worker.landing import BlockPermuter
 from connector.worker.ledger import TransferLedger
 from statemachine.draining import State
 from tests.rig.facts import LEAVE_SECRET, NO_IDENTITY, payload_of
@@ -161,7 +161,7 @@ class HostedWorker(ConnectorWorker):
         self._clock = clock  # type: ignore[assignment]
         self.ledger = TransferLedger(clock, options.kv_lease_duration)
         self.figures_of_actors = self._figures
-        self._finishing = Finishing(run_at_once, LandedBlocks({}), CacheMemory(caches))
+        self._finishing = Finishing(run_at_once, BlockPermuter({}), CacheMemory(caches))
         if points.armed:
             raise AssertionError("a start is no point")
         self._figures = Door(points, owner, "figures", self._figures)  # type: ignore[assignment]

@@ -114,8 +114,8 @@ PACKING = (
             ),
             _edit_finishing(
                 "_change",
-                "self._pack(each.request_id, each.landed)",
-                "self._pack(each.request_id, each.landed), self._cache_memory.zero(late)",
+                "self._pack(each.request_id, each.permutation)",
+                "self._pack(each.request_id, each.permutation), self._cache_memory.zero(late)",
             ),
         ),
         place=ByTest("tests/unit/test_finishing.py::test_what_is_to_be_packed_is_zeroed_before_it"),

@@ -30,7 +30,7 @@ from connector.scheduler.connector_scheduler import ConnectorScheduler
 from connector.worker.cache_memory import CacheMemory
 from connector.worker.connector_worker import ConnectorWorker
 from connector.worker.finishing import Finishing, Run
-from connector.worker.landing import LandedBlocks
+from connector.worker.landing import BlockPermuter
 from connector.worker.ledger import TransferLedger
 from statemachine.draining import Draining
 from tests.simulation.model import RankMemory
@@ -133,7 +133,7 @@ class SimulatedWorker(ConnectorWorker):
         self.ledger = TransferLedger(birth.worker_clock, options.kv_lease_duration)
         self._thread = ActorsNextDoor(birth.send)
         cache_memory = CacheMemory([torch.from_numpy(birth.memory.flat.view(np.int64))])
-        self._finishing = Finishing(birth.run, LandedBlocks({}), cache_memory)
+        self._finishing = Finishing(birth.run, BlockPermuter({}), cache_memory)
 
 
 class NixlConnector(ProductionConnector):
