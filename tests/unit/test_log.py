@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import subprocess
@@ -82,18 +83,94 @@ except ValueError as error:
     log_crash("actor", error)
 """
 
+_WITHOUT_A_TERMINAL = """
+import io, logging, os, sys
+from vllm.config.logging import LoggingConfig
+from vllm.logger import configure_logging
+from connector.observe.event_log import FailureLog
+from connector.observe.log import get_logger, log_crash
+from statemachine.failures import AbortedByClient, DeadlineExceeded
+said = os.dup(1)
+configure_logging(LoggingConfig(log_level="INFO"))
+{close}
+for _ in range(20):
+    get_logger().critical("a line that is longer than nothing, and flushed")
+    FailureLog("decode-1", 0)("request cmpl-7", DeadlineExceeded(timeout_seconds=1.0, phase="reading"))
+    log_crash("actor", ValueError())
+os.write(said, b"still here")
+os._exit(0)
+"""
 
-def test_lines_reach_the_handler_that_vllm_sets_up() -> None:
-    """In a process of its own, because setting logging up is not undone."""
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-c", _AS_IN_AN_ENGINE]
+_NOBODY_CAN_BE_TOLD = {
+    "the streams are closed": "sys.stdout.close(); sys.stderr.close()",
+    "their files are closed": "os.close(1); os.close(2)",
+    "nobody reads the pipe": "r, w = os.pipe(); os.close(r); os.dup2(w, 1); os.dup2(w, 2)",
+    "the disk is full": "full = os.open('/dev/full', os.O_WRONLY); os.dup2(full, 1); os.dup2(full, 2)",
+}
+
+_EACH_IN_A_CHILD = """
+import json, os, sys, tempfile, traceback
+import vllm.config.logging, vllm.logger  # seconds, once for all
+
+def run(program):
+    with tempfile.TemporaryFile() as said:
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                os.dup2(said.fileno(), 1)
+                os.dup2(said.fileno(), 2)
+                exec(program, {})
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        said.seek(0)
+        return status, said.read().decode()
+
+print(json.dumps({name: run(program) for name, program in json.load(sys.stdin).items()}))
+"""
+
+
+@pytest.fixture(scope="module")
+def ended() -> dict[str, tuple[int, str]]:
+    """The exit status and what was said of each program.
+
+    Each runs in a process of its own, because setting logging up is not undone, and forked, because importing vLLM
+    takes seconds.
+    """
+    programs = {name: _WITHOUT_A_TERMINAL.format(close=close) for name, close in _NOBODY_CAN_BE_TOLD.items()}
+    programs["as in an engine"] = _AS_IN_AN_ENGINE
     output = subprocess.run(
-        command, cwd=root, check=True, timeout=250, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, "-c", _EACH_IN_A_CHILD],
+        cwd=Path(__file__).parents[2],
+        input=json.dumps(programs),
+        check=True,
+        timeout=250,
+        stdout=subprocess.PIPE,
+        text=True,
     ).stdout
+    answers: dict[str, tuple[int, str]] = json.loads(output.splitlines()[-1])
+    return answers
+
+
+def test_lines_reach_the_handler_that_vllm_sets_up(ended: dict[str, tuple[int, str]]) -> None:
+    status, output = ended["as in an engine"]
+    assert status == 0
     assert re.search(r"INFO .* ours at level info$", output, re.MULTILINE)
     assert "not below vllm" not in output
     # vLLM puts its prefix before every line of an entry, ours is a bar.
     assert re.search(r"ERROR .*  \| ValueError: ours with a traceback$", output, re.MULTILINE)
+
+
+@pytest.mark.parametrize("why", _NOBODY_CAN_BE_TOLD)
+def test_logging_raises_nothing_when_nobody_can_be_told(ended: dict[str, tuple[int, str]], why: str) -> None:
+    """Standard output and standard error end in the middle."""
+    status, output = ended[why]
+    assert status == 0
+    assert output.endswith("still here")
 
 
 def test_a_line_names_kind_subject_and_writer_and_says_why(lines: Lines) -> None:
@@ -146,43 +223,6 @@ def test_a_handler_that_raises_costs_nobody_but_its_reader(lines: Lines) -> None
     finally:
         get_logger().logger.removeHandler(broken)
     assert len(lines.records) == 4
-
-
-_WITHOUT_A_TERMINAL = """
-import io, logging, os, sys
-from vllm.config.logging import LoggingConfig
-from vllm.logger import configure_logging
-from connector.observe.event_log import FailureLog
-from connector.observe.log import get_logger, log_crash
-from statemachine.failures import AbortedByClient, DeadlineExceeded
-said = os.dup(1)
-configure_logging(LoggingConfig(log_level="INFO"))
-{close}
-for _ in range(20):
-    get_logger().critical("a line that is longer than nothing, and flushed")
-    FailureLog("decode-1", 0)("request cmpl-7", DeadlineExceeded(timeout_seconds=1.0, phase="reading"))
-    log_crash("actor", ValueError())
-os.write(said, b"still here")
-os._exit(0)
-"""
-
-
-@pytest.mark.parametrize(
-    "close",
-    [
-        "sys.stdout.close(); sys.stderr.close()",
-        "os.close(1); os.close(2)",
-        "r, w = os.pipe(); os.close(r); os.dup2(w, 1); os.dup2(w, 2)",
-        "full = os.open('/dev/full', os.O_WRONLY); os.dup2(full, 1); os.dup2(full, 2)",
-    ],
-    ids=["the streams are closed", "their files are closed", "nobody reads the pipe", "the disk is full"],
-)
-def test_logging_raises_nothing_when_nobody_can_be_told(close: str) -> None:
-    """In a process of its own, whose standard output and standard error end in the middle."""
-    command = [sys.executable, "-c", _WITHOUT_A_TERMINAL.format(close=close)]
-    root = Path(__file__).parents[2]
-    ended = subprocess.run(command, cwd=root, check=True, timeout=250, capture_output=True)
-    assert ended.stdout.endswith(b"still here")
 
 
 def test_a_line_is_said_to_come_from_where_it_was_written(lines: Lines) -> None:
