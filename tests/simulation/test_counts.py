@@ -193,11 +193,14 @@ def test_a_request_that_has_ended_leaves_only_the_name_of_its_lease() -> None:
 
 
 def traced(use: Callable[[BareEngines], Awaitable[None]]) -> None:
+    gc.collect()
+    gc.freeze()  # what other tests hold is not walked through each time objects are counted
     tracemalloc.start()
     try:
         run(use)
     finally:
         tracemalloc.stop()
+        gc.unfreeze()
 
 
 # --- messages, calls, turns -----------------------------------------------------------------------------------------
