@@ -2,7 +2,8 @@
 
 The first seed is the time in milliseconds, so no two runs share one; it is printed before anything runs. A level runs
 in a process of its own, one seed after another until the time is up. What it says is printed when it has ended, without
-the list of its seeds. One that hangs is ended, and its last seed is printed. Exit status 1 when a seed failed.
+the list of its seeds. One that hangs is ended, and its last seed is printed. Exit status 1 when a seed failed, or a
+level ran none.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import re
 import subprocess
 import sys
 import tempfile
@@ -24,6 +26,7 @@ HANG_SECONDS = 300.0
 """A level may take so much longer than it was told to: the last seed, and shrinking plans that failed."""
 SEED_LINE = "seed "
 SUMMARY_LINE = "seeds "
+SOME_SEEDS = re.compile(rf"{SUMMARY_LINE} *[1-9]")
 
 
 def main() -> int:
@@ -73,6 +76,9 @@ def _conclude(level: str, process: subprocess.Popen[bytes], said: IO[str], deadl
             say(line)
     if hangs:
         say(f"verdict      level {level} hangs, FAILED")
+    elif ended_well and not any(map(SOME_SEEDS.match, lines)):
+        say(f"verdict      level {level} has run no seed, FAILED")
+        ended_well = False
     return ended_well
 
 

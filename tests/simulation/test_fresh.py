@@ -12,30 +12,38 @@ from tests.simulation import fresh
 LIMIT_SECONDS = 30.0
 
 
-def python(program: str) -> list[str]:
-    return [sys.executable, "-c", program]
+def says(*lines: str, then: str = "exit 0") -> list[str]:
+    """A command in place of a level; `make test` runs the real ones."""
+    return ["sh", "-c", f'printf "%s\\n" "$@"; {then}', "sh", *lines]
 
 
-@pytest.mark.slow
-def test_all_levels_run_until_the_time_is_up(
+PASSED = ("seeds        2", "verdict      all passed")
+
+
+def test_all_levels_run_from_the_same_seed_for_the_same_time(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["fresh", "--seconds", "0.5", "--seed", "131"])
+    command = fresh._command
+    monkeypatch.setattr(fresh, "_command", lambda *what: says(" ".join(command(*what)[1:]), *PASSED))
     assert fresh.main() == 0
+    expected = ["levels 1, 2, vllm: seeds from 131 on, for 0.5 s"]
+    for level in ("1", "2", "vllm"):
+        called = f"-m tests.simulation --level {level} --seed 131 --seconds 0.5"
+        expected += [f"--- level {level}", called, *PASSED]
+    assert capsys.readouterr().out.splitlines() == expected
+
+
+@pytest.mark.parametrize("said", [("seeds        0", "verdict      all passed"), ("verdict      all passed",)])
+def test_a_level_that_runs_no_seed_has_failed(said: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert not fresh.run({"1": says(*said), "2": says(*PASSED)}, LIMIT_SECONDS)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "levels 1, 2, vllm: seeds from 131 on, for 0.5 s"
-    assert [line for line in lines if line.startswith("---")] == [
-        "--- level 1",
-        "--- level 2",
-        "--- level vllm",
-    ]
-    assert lines.count("verdict      all passed") == 3
-    assert all(int(line.split()[1]) > 0 for line in lines if line.startswith("seeds  "))
+    assert [line for line in lines if "FAILED" in line] == ["verdict      level 1 has run no seed, FAILED"]
 
 
 def test_no_two_runs_begin_alike(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["fresh"])
-    monkeypatch.setattr(fresh, "_command", lambda level, first, seconds: python(f"print({first})"))
+    monkeypatch.setattr(fresh, "_command", lambda level, first, seconds: says("seeds 1", f"{first}"))
     started = []
     for _ in range(2):
         assert fresh.main() == 0
@@ -47,11 +55,9 @@ def test_no_two_runs_begin_alike(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 @pytest.mark.parametrize("failing", ["1", "2"])
 def test_a_seed_that_fails_is_shown_and_hides_no_other(failing: str, capsys: pytest.CaptureFixture[str]) -> None:
-    bad = "print('seed 7'); print('seed 8'); print('  bytes: wrong'); print('seed 9'); print('seeds  3'); exit(1)"
-    levels = dict.fromkeys(
-        ("1", "2"), python("print('seed 7'); print('seed 8'); print('seeds  2'); print('all passed')")
-    )
-    assert not fresh.run(levels | {failing: python(bad)}, LIMIT_SECONDS)
+    bad = says("seed 7", "seed 8", "  bytes: wrong", "seed 9", "seeds  3", then="exit 1")
+    levels = dict.fromkeys(("1", "2"), says("seed 7", "seed 8", *PASSED))
+    assert not fresh.run(levels | {failing: bad}, LIMIT_SECONDS)
     said = capsys.readouterr().out
     assert "seed 8\n  bytes: wrong\n" in said
     assert "all passed" in said
@@ -60,9 +66,9 @@ def test_a_seed_that_fails_is_shown_and_hides_no_other(failing: str, capsys: pyt
 
 
 def test_a_seed_that_hangs_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    hangs = "import time; print('seed 7'); print('seed 8', flush=True); time.sleep(600)"
-    # Long enough for two interpreters to start on a busy machine; one of them uses it up.
-    assert not fresh.run({"1": python(hangs), "2": python("print('all passed')")}, 10.0)
+    hangs = says("seed 7", "seed 8", then="exec sleep 600")
+    # Long enough for two shells to start on a busy machine; one of them uses it up.
+    assert not fresh.run({"1": hangs, "2": says(*PASSED)}, 2.0)
     said = capsys.readouterr().out
     assert said.startswith("--- level 1\nseed 8\nverdict      level 1 hangs, FAILED\n--- level 2\n")
     assert said.endswith("all passed\n")

@@ -173,7 +173,7 @@ def test_jobs_run_in_processes_of_their_own() -> None:
 
 
 def test_a_job_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "REAL_SECONDS_MAX", 10.0)
+    monkeypatch.setattr(runner, "REAL_SECONDS_MAX", 2.0)
     answers = dict(in_processes([1, 0], _spin, at_once=2))
     assert isinstance(answers[1], TimeoutError)
     assert answers[0] == 0
