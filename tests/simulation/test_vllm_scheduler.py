@@ -26,6 +26,7 @@ from connector.wire.signatures import ParamsKeys
 from connector.worker.finishing import Finishing, Loaded
 from connector.worker.ledger import TransferLedger
 from statemachine.lending import RELEASED, AnswerHold, HoldAsked, Lending
+from tests.simulation import cluster
 from tests.simulation.__main__ import read_plan
 from tests.simulation.cluster import Result
 from tests.simulation.divergence import HASH_SEEDS, first_divergence, trace_in_a_process_of_its_own
@@ -441,6 +442,7 @@ def test_broken_connector_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plan = Plan(seed=seed, faults=faults)
+    monkeypatch.setattr(cluster, "LIVENESS_SECONDS", 15.0)  # what never ends is as open then as after two minutes
     break_it(monkeypatch)
     assert oracle in {violation.oracle for violation in simulate(plan).violations}
 
