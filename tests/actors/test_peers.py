@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import time
@@ -710,22 +711,23 @@ def test_engine_that_stood_still_itself_blames_no_name_server(monkeypatch: pytes
     run(test)
 
 
-@pytest.mark.parametrize("other", OTHER_SERVERS)
-def test_something_else_that_listens_there_is_told_from_an_engine_that_hangs(
-    other: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    look_patiently(monkeypatch, 6.0)  # the other server, and this process, may be slow
+def test_something_else_that_listens_there_is_told_from_an_engine_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    look_patiently(monkeypatch, 6.0)  # the other servers, and this process, may be slow
     options = ConnectorOptions(handshake_timeout_seconds=8.0)
 
     async def test() -> None:
-        with OTHER_SERVERS[other]() as port, BlackHole() as silent:
+        with contextlib.ExitStack() as listening:
+            silent = listening.enter_context(BlackHole())
+            others = {what: listening.enter_context(serve()) for what, serve in OTHER_SERVERS.items()}
             async with engine("p", serves=True) as p, engine("d", options=options) as d:
                 d.pull("hangs", nobody("hung", silent.port), [1], [1])
-                d.pull("other", nobody("p-2", port), [2], [1])
+                for number, (what, port) in enumerate(others.items(), 2):
+                    d.pull(what, nobody(f"p-{number}", port), [number], [1])
                 await reads(d, p, "beside")
-                failure = await failure_of(d, "other")
-                assert failure.kind == "HandshakeMalformed"
-                assert "something other than a NIXL connector" in str(failure)
+                for what in others:
+                    failure = await failure_of(d, what)
+                    assert failure.kind == "HandshakeMalformed", what
+                    assert "something other than a NIXL connector" in str(failure), what
                 assert d.received("hangs") is None
                 hung = await failure_of(d, "hangs", 30.0)
                 assert hung.kind == "HandshakeTimeout"

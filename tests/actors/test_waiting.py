@@ -18,22 +18,31 @@ AT_ONCE_SECONDS = 30.0
 PATIENT = ConnectorOptions(handshake_timeout_seconds=2 * AT_ONCE_SECONDS)
 
 
-@pytest.mark.parametrize("connected", [True, False])
-def test_a_request_waits_in_the_queue_for_longer_than_a_lease_and_is_served(connected: bool) -> None:
+def test_a_request_waits_in_the_queue_for_longer_than_a_lease_and_is_served() -> None:
+    """Whether D has met P before or meets it for this request."""
+
     async def test() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(wait_and_read, "met", True)
+            nursery.start_soon(wait_and_read, "new", False)
+
+    async def wait_and_read(name: str, connected: bool) -> None:
         options = ConnectorOptions(kv_lease_duration=LEASE_SECONDS)
-        async with engine("p", serves=True, options=options) as p, engine("d", options=options) as d:
+        async with (
+            engine(f"p-{name}", serves=True, options=options) as p,
+            engine(f"d-{name}", options=options) as d,
+        ):
             if connected:
                 await reads(d, p, "before")
             p.memory[:] = 7
             loan = lend_by_all([p], "remote-a")
             d.wait_for("a", loan, p.address)
             await trio.sleep(HELD_SECONDS)
-            assert p.sent("remote-a") is None, "P has given the blocks away"
+            assert p.sent("remote-a") is None, f"{name}: P has given the blocks away"
             d.borrow("a", loan, p.address, [4], [4])
             ended = await until(lambda: d.received("a"))
-            assert ended.failure is None, f"{ended.failure}; the lease is alive on P"
-            assert (d.blocks([4]) == 7).all()
+            assert ended.failure is None, f"{name}: {ended.failure}; the lease is alive on P"
+            assert (d.blocks([4]) == 7).all(), name
 
     run(test)
 
