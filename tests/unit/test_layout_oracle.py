@@ -32,7 +32,7 @@ SEEDS = 300
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_seeds(family: str) -> None:
-    for seed in range(700):
+    for seed in range(400):
         try:
             check(case_of(seed, family))
         except Exception as error:
@@ -40,43 +40,43 @@ def test_seeds(family: str) -> None:
             raise
 
 
-@settings(on_any_machine, max_examples=700)
+@settings(on_any_machine, max_examples=150)
 @given(st.randoms(use_true_random=False))
 def test_attention(chance: random.Random) -> None:
     check(draw_case(chance, "attention"))
 
 
-@settings(on_any_machine, max_examples=650)
+@settings(on_any_machine, max_examples=150)
 @given(st.randoms(use_true_random=False))
 def test_groups(chance: random.Random) -> None:
     check(draw_case(chance, "groups"))
 
 
-@settings(on_any_machine, max_examples=650)
+@settings(on_any_machine, max_examples=150)
 @given(st.randoms(use_true_random=False))
 def test_states(chance: random.Random) -> None:
     check(draw_case(chance, "states"))
 
 
-@settings(on_any_machine, max_examples=400)
+@settings(on_any_machine, max_examples=150)
 @given(st.randoms(use_true_random=False))
 def test_chunks(chance: random.Random) -> None:
     check(draw_case(chance, "chunks"))
 
 
-@settings(on_any_machine, max_examples=400)
+@settings(on_any_machine, max_examples=150)
 @given(st.randoms(use_true_random=False))
 def test_context(chance: random.Random) -> None:
     check(draw_case(chance, "context"))
 
 
-@settings(on_any_machine, max_examples=400)
+@settings(on_any_machine, max_examples=150)
 @given(st.randoms(use_true_random=False))
 def test_slots(chance: random.Random) -> None:
     check(draw_case(chance, "slots"))
 
 
-@settings(on_any_machine, max_examples=400)
+@settings(on_any_machine, max_examples=150)
 @given(st.randoms(use_true_random=False))
 def test_whole(chance: random.Random) -> None:
     check(draw_case(chance, "whole"))
