@@ -59,9 +59,10 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     file names has its own .pth files ignored, so that the checkout stays invisible.
     """
     directory = tmp_path_factory.mktemp("environment")
-    subprocess.run([sys.executable, "-m", "venv", str(directory)], check=True, timeout=250)
-    install = ["-I", "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-compile", str(wheel)]
-    subprocess.run([str(directory / "bin" / "python"), *install], check=True, timeout=250)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(directory)], check=True, timeout=250)
+    pip = [sys.executable, "-I", "-m", "pip", "--python", str(directory / "bin" / "python")]
+    install = ["install", "--quiet", "--no-deps", "--no-index", "--no-compile", str(wheel)]
+    subprocess.run([*pip, *install], check=True, timeout=250)
     (_site_of(directory) / "dependencies.pth").write_text(f"{SITE}\n")
     return directory
 
