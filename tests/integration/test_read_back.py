@@ -83,39 +83,6 @@ def test_a_conversation_is_read_back(prefill: Any, decode: Any, is_read_back: bo
             engine.wait_until_whole(TTL_SECONDS + 20)
 
 
-def test_what_nobody_reads_back_is_freed_in_time(tmp_path: Path) -> None:
-    with pair(tmp_path, OURS, OURS) as engines:
-        turn(engines, "only", prompt("only", 100), REMOTE_DECODE)
-        free = engines[1].snapshot().free_blocks
-        assert free < engines[1].snapshot().blocks - 1
-        engines[1].wait_until_whole(TTL_SECONDS + 10)
-
-
-def test_what_is_too_little_to_read_is_given_back_at_once(tmp_path: Path) -> None:
-    with pair(tmp_path, OURS, OURS) as engines:
-        tokens = prompt("short", BLOCK_TOKENS - ANSWER)
-        _, answered = turn(engines, "short", tokens, REMOTE_DECODE)
-        longer = [*tokens, *answered.output_token_ids, *prompt("more", 40)]
-        prefilled, _ = turn(engines, "longer", longer, as_json(answered))
-        assert not prefilled.received
-        engines[1].wait_until_whole(TTL_SECONDS + 10)
-
-
-def test_a_lease_of_d_that_is_over_is_not_read(tmp_path: Path) -> None:
-    """The client comes back too late: P is told so, and the policy decides."""
-    with pair(tmp_path, OURS, OURS) as engines:
-        tokens = prompt("late", 100)
-        _, answered = turn(engines, "late", tokens, REMOTE_DECODE)
-        engines[1].wait_until_whole(TTL_SECONDS + 10)
-        engines[1].overwrite_free_blocks()
-        engines[0].wait_until_whole(_FREED_SECONDS)
-        engines[0].overwrite_free_blocks()
-        longer = [*tokens, *answered.output_token_ids, *prompt("later", 40)]
-        outcome = engines[0].decode("later-on-p", longer, as_json(answered))
-        assert outcome.receive_failed
-        assert not outcome.mismatched_pages
-
-
 def test_an_abort_while_p_reads_back_leaves_nothing(tmp_path: Path) -> None:
     """The client goes away while a READ from D is in flight: P waits for its end, then both sides have their blocks
     again, and D does not wait for its lease to run out. The client that asks once more is answered, and what follows is
@@ -159,3 +126,40 @@ def test_an_abort_while_p_reads_back_leaves_nothing(tmp_path: Path) -> None:
             assert prefilled.received is (number > 0)
             tokens = [*tokens, *answered.output_token_ids, *prompt(f"and-more-{number}", 40)]
             params = as_json(answered)
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EngineRig, EngineRig]]:
+    """A pair for tests that leave nothing behind."""
+    with pair(tmp_path_factory.mktemp("ours"), OURS, OURS) as engines:
+        yield engines
+
+
+def test_what_nobody_reads_back_is_freed_in_time(ours: tuple[EngineRig, EngineRig]) -> None:
+    turn(ours, "only", prompt("only", 100), REMOTE_DECODE)
+    free = ours[1].snapshot().free_blocks
+    assert free < ours[1].snapshot().blocks - 1
+    ours[1].wait_until_whole(TTL_SECONDS + 10)
+
+
+def test_what_is_too_little_to_read_is_given_back_at_once(ours: tuple[EngineRig, EngineRig]) -> None:
+    tokens = prompt("short", BLOCK_TOKENS - ANSWER)
+    _, answered = turn(ours, "short", tokens, REMOTE_DECODE)
+    longer = [*tokens, *answered.output_token_ids, *prompt("more", 40)]
+    prefilled, _ = turn(ours, "longer", longer, as_json(answered))
+    assert not prefilled.received
+    ours[1].wait_until_whole(TTL_SECONDS + 10)
+
+
+def test_a_lease_of_d_that_is_over_is_not_read(ours: tuple[EngineRig, EngineRig]) -> None:
+    """The client comes back too late: P is told so, and the policy decides."""
+    tokens = prompt("late", 100)
+    _, answered = turn(ours, "late", tokens, REMOTE_DECODE)
+    ours[1].wait_until_whole(TTL_SECONDS + 10)
+    ours[1].overwrite_free_blocks()
+    ours[0].wait_until_whole(_FREED_SECONDS)
+    ours[0].overwrite_free_blocks()
+    longer = [*tokens, *answered.output_token_ids, *prompt("later", 40)]
+    outcome = ours[0].decode("later-on-p", longer, as_json(answered))
+    assert outcome.receive_failed
+    assert not outcome.mismatched_pages

@@ -100,7 +100,7 @@ def test_a_request_that_is_still_computing_cannot_be_freed_by_a_notification(hou
         engine.wait_ready()
         peer = sender.meet(agent_metadata(engine))
         for name, consumers, then in (("released-early", 1, "done"), ("half-released-early", 2, "held")):
-            tokens = prompt(name, 12 * MAX_BATCHED_TOKENS)
+            tokens = prompt(name, 6 * MAX_BATCHED_TOKENS)
             engine.submit(RequestSpec(name, tokens, kv_transfer_params=dict(WISH)))
             house.traces.wait_for_state("lease", name, "computing")
             engine.pause_steps()

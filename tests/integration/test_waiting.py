@@ -48,16 +48,12 @@ def occupied(decode: EngineRig, name: str) -> Iterator[None]:
     decode.wait_all(names)
 
 
-@pytest.mark.parametrize("connected", [True, False])
-def test_a_request_that_waits_for_three_lease_times_is_served(house: House, narrow: EngineRig, connected: bool) -> None:
-    """D holds what waits in its queue; P gives nothing away meanwhile."""
-    name = f"long-queue-{connected}"
-    if not connected:
-        house.prefill.kill()
-        house.restart_prefill(same_id=False)
+def test_a_request_that_waits_for_three_lease_times_is_served(house: House, narrow: EngineRig) -> None:
+    """D has not met P before, and holds what waits in its queue; P gives nothing away meanwhile."""
+    name = "long-queue"
+    house.prefill.kill()
+    house.restart_prefill(same_id=False)
     tokens = prompt(name, 3 * BLOCK_TOKENS)
-    if connected:
-        house.expect_loaded(narrow, f"{name}-before", prompt(f"{name}-before", 40))
     params = house.prefill.prefill(name, tokens)
     with occupied(narrow, f"{name}-blocker"):
         narrow.submit(RequestSpec(name, tokens, 2, params))
