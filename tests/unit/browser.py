@@ -6,7 +6,6 @@ synchronous. What a page writes to its console, and exceptions that nothing caug
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import shutil
@@ -133,10 +132,6 @@ class Browser:
     def allow(self, *permissions: str) -> None:
         """What a reader would be asked for, such as `clipboardReadWrite`, in the words of the protocol."""
         self._call("Browser.grantPermissions", permissions=list(permissions))
-
-    def screenshot(self, path: Path) -> None:
-        self.frame()
-        path.write_bytes(base64.b64decode(self._call("Page.captureScreenshot", format="png")["data"]))
 
     # --- pointer and keys -------------------------------------------------------------------------------------------
 
