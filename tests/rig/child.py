@@ -351,9 +351,4 @@ class EngineProcess:
             counts = port.counts()
             holdings = Holdings(counts.remote_agents, counts.descriptor_lists, counts.reads)
         left_open = tuple(sorted(set(open_files().values()) - before))
-        self._send(messages.Closed(seconds, thread_names(), _open_sockets(), left_open, holdings))
-
-
-def _open_sockets() -> int:
-    """Sockets this process holds, its end of the pipe included (which is one)."""
-    return sum(target.startswith("socket:") for target in open_files().values())
+        self._send(messages.Closed(seconds, thread_names(), left_open, holdings))

@@ -331,7 +331,6 @@ class Closed:
     seconds: float
     threads: tuple[str, ...]
     """Python threads still alive, the main thread left out."""
-    open_sockets: int
     left_open: tuple[str, ...]
     """What the descriptors refer to that are open now and were not before the connector was made."""
     holdings: Holdings | None
