@@ -4,13 +4,14 @@ A route is a pair of engines, one of which lends and one of which reads. Engines
 that follow, as long as two are enough: so a pair that is used in both directions is started once. Engines compute on
 their own in float32, and whatever P computed is used on D as it is: an answer that differs is a wrong block.
 
-`--builtin` runs the same with vLLM's own connector, to tell what vLLM or the machine cannot do from what this project's
-connector does wrong.
+`test_more_families` has more routes. `--builtin` runs the same with vLLM's own connector, to tell what vLLM or the
+machine cannot do from what this project's connector does wrong.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -114,9 +115,11 @@ ROUTES_ON_CPU = (
     Route(Kind("llama"), Kind("llama", block_size=LONG_BLOCK_SIZE)),
     Route(Kind("gemma", stages=2), Kind("gemma")),
     Route(Kind("deepseek", ranks=2), Kind("deepseek")),
+    Route(Kind("granite", ranks=2), Kind("granite")),
+)
+MORE_ROUTES_ON_CPU = (
     Route(Kind("deepseek"), Kind("deepseek", ranks=2)),
     Route(Kind("deepseek"), Kind("deepseek", number=2)),
-    Route(Kind("granite", ranks=2), Kind("granite")),
     Route(Kind("granite"), Kind("granite", ranks=2)),
 )
 ROUTES_ON_ONE_DEVICE = (
@@ -133,12 +136,13 @@ def _routes() -> tuple[Route, ...]:
     """Those that this machine has devices for; each rank needs one of its own, ranks of two engines may share it."""
     if not ON_CUDA:
         return ROUTES_ON_CPU
-    devices = torch.cuda.device_count()
-    many = (each for each in ROUTES_ON_CPU if max(k.ranks * k.stages for k in (each.prefill, each.decode)) <= devices)
+    devices, on_cpu = torch.cuda.device_count(), (*ROUTES_ON_CPU, *MORE_ROUTES_ON_CPU)
+    many = (each for each in on_cpu if max(k.ranks * k.stages for k in (each.prefill, each.decode)) <= devices)
     return (*ROUTES_ON_ONE_DEVICE, *(each for each in many if each not in ROUTES_ON_ONE_DEVICE))
 
 
 ROUTES = _routes()
+MORE_ROUTES = () if ON_CUDA else MORE_ROUTES_ON_CPU
 
 
 @dataclass
@@ -160,6 +164,13 @@ class Stable:
         options = [self.options(kind, core=wanted.index(kind)) for kind in missing]
         self.running |= dict(zip(missing, self.engines.start(*options), strict=True))
         return self.running[route.prefill], self.running[route.decode]
+
+    @contextmanager
+    def serve(self, route: Route) -> Iterator[Served]:
+        """The route with its engines up."""
+        traces = None if self.builtin else Traces(self.directory / "traces")
+        with PrefillDecode(*self.pair(route)) as service:
+            yield Served(route, service, traces)
 
     def options(self, kind: Kind, core: int = 0) -> EngineOptions:
         """How an engine is started."""
@@ -210,7 +221,7 @@ class Served:
 
     def key(self, name: object) -> str:
         """A request id of this route."""
-        return f"{ROUTES.index(self.route)}-{name}"
+        return f"{(*ROUTES, *MORE_ROUTES).index(self.route)}-{name}"
 
     def assert_right(self, prompts: Mapping[str, str]) -> None:
         """All at once through P and D: the answers are those of D alone, and every rank took the plain path."""
@@ -236,9 +247,8 @@ def stable(room: Room, tmp_path_factory: pytest.TempPathFactory, pytestconfig: p
 
 @pytest.fixture(scope="module", params=ROUTES, ids=str)
 def served(stable: Stable, request: pytest.FixtureRequest) -> Iterator[Served]:
-    traces = None if stable.builtin else Traces(stable.directory / "traces")
-    with PrefillDecode(*stable.pair(request.param)) as service:
-        yield Served(request.param, service, traces)
+    with stable.serve(request.param) as served:
+        yield served
 
 
 def test_prompts_of_several_lengths(served: Served) -> None:

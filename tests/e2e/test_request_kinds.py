@@ -96,7 +96,7 @@ def test_requests_that_d_preempts(cluster: OnePrefillTwoDecode) -> None:
     """Five requests that come at once, and grow until no three of them fit into D's 40 blocks: some lose their blocks,
     read as they are, and are computed again. Their answers are long, so that they meet on a machine that takes a second
     to begin each."""
-    answer_tokens = 400
+    answer_tokens = 260
     prompts = {f"preempted-{number}": prompt(200, f"preempted {number}") for number in range(5)}
     assert len(prompts) * blocks_of(200) < DECODE_BLOCKS < 3 * blocks_of(200 + answer_tokens)
     before = cluster.fail.decode_client.metric("vllm:num_preemptions_total")

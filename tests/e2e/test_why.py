@@ -302,7 +302,9 @@ STUCK = ("why-stuck-1", "why-stuck-2")
 STUCK_BLOCKS = len(STUCK) * blocks_of(TOKENS)
 LIMIT_BLOCKS = STUCK_BLOCKS - 1
 SHORT_SECONDS = 6.0
-"""For a request as a whole, a handshake, and the wait for READs: so each of the stuck ones ends after twice this."""
+"""For a request as a whole, and for a handshake."""
+QUIESCE_SECONDS = 2.0
+"""How long each of the stuck ones then waits for its READs, and the longest back-off."""
 SERVED_AGAIN_SECONDS = 60.0
 LONG_LEASE_SECONDS = 120.0
 """Longer than P is stopped."""
@@ -328,7 +330,8 @@ class TwoPrefillOneDecode:
             "extra_config": {
                 "handshake_timeout_seconds": SHORT_SECONDS,
                 "request_timeout_seconds": SHORT_SECONDS,
-                "quiesce_timeout_seconds": SHORT_SECONDS,
+                "quiesce_timeout_seconds": QUIESCE_SECONDS,
+                "backoff_max_seconds": QUIESCE_SECONDS,
                 "quarantine_limit": (LIMIT_BLOCKS + 0.5) / DECODE_BLOCKS,
             },
         }
