@@ -306,6 +306,8 @@ SHORT_SECONDS = 6.0
 QUIESCE_SECONDS = 2.0
 """How long each of the stuck ones then waits for its READs, and the longest back-off."""
 SERVED_AGAIN_SECONDS = 60.0
+BESIDE_ONE_THAT_HANGS = ("--timeout", "4")
+"""The command waits for the stopped engine until then."""
 LONG_LEASE_SECONDS = 120.0
 """Longer than P is stopped."""
 HANGING_ID, HEALTHY_ID = "the-hanging-engine", "the-healthy-engine"
@@ -360,7 +362,7 @@ def two_prefill(room: Room) -> Iterator[TwoPrefillOneDecode]:
 
 def quarantines(engine: Engine) -> list[dict[str, Any]]:
     """What `ps` says of the blocks that this decode engine keeps aside."""
-    ps = run("ps", *engine_option(engine), "--timeout", TIMEOUT_SECONDS, "--json")
+    ps = run("ps", *engine_option(engine), *BESIDE_ONE_THAT_HANGS, "--json")
     assert ps.status == 0, ps.text
     found: list[dict[str, Any]] = json.loads(ps.text)["engines"][0]["ranks"][0].get("quarantines", [])
     return found
@@ -405,11 +407,15 @@ def test_a_full_quarantine(two_prefill: TwoPrefillOneDecode) -> None:
     for key in STUCK:
         request = group.traces.ended_request(key)
         assert request.states == ("pending_handshake", "reading", "draining", "failed")
-        assert_names(why(key, decode), "Quarantined", f"READs from prefill engine {HANGING_ID} did not end in time")
+        assert_names(
+            why(key, decode, *BESIDE_ONE_THAT_HANGS),
+            "Quarantined",
+            f"READs from prefill engine {HANGING_ID} did not end in time",
+        )
 
     answer = group.from_healthy.decode(prompt(TOKENS, refused), prefilled(group.from_healthy, refused), refused)
     assert answer.status == 500
-    said = why(refused, decode)
+    said = why(refused, decode, *BESIDE_ONE_THAT_HANGS)
     assert_names(said, "QuarantineFull", f"{STUCK_BLOCKS} KV blocks", f"allows {LIMIT_BLOCKS}", HANGING_ID)
     assert HEALTHY_ID not in said.first_line
     group.traces.ended_lease(refused)  # P is told: long before its time is over
