@@ -147,8 +147,8 @@ class Granted(Event, frozen=True, kw_only=True):
 
 
 class Held(Event, frozen=True, kw_only=True):
-    """`rank` of an engine, of which `ranks` ranks are our partners, wants the blocks until `deadline_ns`, and is told that
-    they are kept. `process`: which of that rank (`Reader`); empty: it has said none."""
+    """`rank` of an engine, of which `ranks` ranks are our partners, wants the blocks until `deadline_ns`, and is told
+    that they are kept. `process`: which of that rank (`Reader`); empty: it has said none."""
 
     engine_id: str
     rank: int
