@@ -1,8 +1,8 @@
 """One handshake with one remote engine, as a transaction.
 
 The partners of a rank are those ranks of the engine that `partners` names, in each pipeline stage. `connect` asks the
-side channel about all of them, plans the reads, opens a link to each rank's control socket, over which an empty hold has to
-be answered, loads the agents, and prepares the descriptors. Everything is validated before anything is loaded; whatever
+side channel about all of them, plans the reads, opens a link to each rank's control socket, over which an empty hold
+has to be answered, loads the agents, and prepares the descriptors. Everything is validated before anything is loaded; whatever
 was loaded is taken back when a later step fails or the attempt is cancelled. So an attempt ends in a `Connection` to
 all of these ranks, or without a trace.
 
