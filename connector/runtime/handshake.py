@@ -2,9 +2,9 @@
 
 The partners of a rank are those ranks of the engine that `partners` names, in each pipeline stage. `connect` asks the
 side channel about all of them, plans the reads, opens a link to each rank's control socket, over which an empty hold
-has to be answered, loads the agents, and prepares the descriptors. Everything is validated before anything is loaded; whatever
-was loaded is taken back when a later step fails or the attempt is cancelled. So an attempt ends in a `Connection` to
-all of these ranks, or without a trace.
+has to be answered, loads the agents, and prepares the descriptors. Everything is validated before anything is loaded;
+whatever was loaded is taken back when a later step fails or the attempt is cancelled. So an attempt ends in a
+`Connection` to all of these ranks, or without a trace.
 
 The links come first because each shows that the process of its rank lives. The side channel does not: it is answered
 by the scheduler's process, which ends after its workers. The agent of a process that has ended must not be loaded, for
