@@ -325,7 +325,6 @@ def decode_rank(model: Model, memory: Memory, wanted: int, *, is_metered: bool) 
             log_failure=log_failure,
             log_crash=lambda name, error: connected.failures.append(f"{name}: {error!r}"),
             event_log=EventLog("decode", 0, clock=clock, log_failure=log_failure),
-            turned_away=lambda where, why: None,
             hear_engine=lambda: None,
             facts=EngineFacts(),
         )

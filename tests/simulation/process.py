@@ -286,7 +286,6 @@ class Rank:
             log_failure=lambda subject, failure: self._log_failure(subject, failure),
             log_crash=lambda actor, error: around.oracles.crash(engine.name, actor, error),
             event_log=SilentEventLog(process.engine_id, tp_rank, clock, self._log_failure, self._note_line),
-            turned_away=lambda where, why: None,
             hear_engine=lambda: None,
             facts=EngineFacts(),
             descriptors_ahead_max=DESCRIPTORS_AHEAD_MAX,

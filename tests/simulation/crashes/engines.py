@@ -254,7 +254,6 @@ class Rank:
                 log_crash=log_crash,
                 event_log=EventLog(name, number, clock=clock, log_failure=log_failure),
                 hear_engine=lambda: self.thread.hear(),
-                turned_away=lambda where, why: None,
                 facts=EngineFacts(),
             )
             if shape.is_busy:
