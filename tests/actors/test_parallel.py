@@ -89,6 +89,26 @@ def test_every_rank_gets_its_heads_and_every_lease_ends(prefill: int, decode: in
     run(test)
 
 
+def test_a_lease_waits_for_ranks_that_have_said_nothing_yet() -> None:
+    """The first rank has released it before the second one has asked for it."""
+
+    async def test() -> None:
+        async with parallel_engine("p", 1, serves=True) as (p,), parallel_engine("d", 2) as (early, late):
+            whole = fill([p])
+            lend([p], "remote-a")
+            early.pull("a", p, [5], [1])
+            assert (await until(lambda: early.received("a"))).failure is None
+            (actor,) = early.supervisor._peers.values()
+            await until(lambda: actor.core.claimed() == [])
+            assert p.sent("remote-a") is None
+            late.pull("a", p, [5], [1])
+            assert (await until(lambda: late.received("a"))).failure is None
+            assert (late.by_head()[:, 5] == whole[:, 1, heads_of(1, 2)]).all()
+            assert not (await until(lambda: p.sent("remote-a"))).expired
+
+    run(test)
+
+
 def test_heads_that_several_ranks_hold_are_read_once() -> None:
     async def test() -> None:
         async with parallel_engine("p", 8, serves=True) as ps, parallel_engine("d", 1) as (d,):

@@ -239,7 +239,7 @@ ACTORS = (
         name="one rank speaks for all",
         rule="every holder",
         row=59,
-        broken="what a rank tells P says that no other rank of its engine deals with P",
+        broken="what a rank tells P says that no other rank of its engine is a partner of P",
         changes=(
             Edit(
                 Connections._sender,
@@ -247,7 +247,7 @@ ACTORS = (
                 "ranks = 1",
             ),
         ),
-        place=level2("held", first=7),
+        place=ByTest("tests/actors/test_parallel.py::test_a_lease_waits_for_ranks_that_have_said_nothing_yet"),
     ),
     Mutant(
         name="every rank is the first",

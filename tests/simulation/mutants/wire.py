@@ -500,7 +500,7 @@ MUTANTS = (
     Mutant(
         name="too many consumers announced",
         row=54,
-        broken="a rank says that one rank more of its engine deals with P",
+        broken="a rank says that one rank more of its engine is a partner of P",
         changes=(Edit(Connections._sender, "ranks[rank].consumers", "ranks[rank].consumers + 1"),),
         place=level2("handed back"),
     ),
