@@ -8,13 +8,14 @@ tell each other more: `KvIdentity`, a field of the handshake extension, which ta
   quantization, draft model. Only what both sides state is compared, so that a later version may state more. The name
   and the revision of the model do not matter where both sides state the same weights: another path to the same files is
   the same model. The option enforce_handshake_compat=false skips the factors, as it skips the hash.
-* `layers` say what the bytes of each layer's blocks are: numbers of which type, of which kind of FP8, multiplied by
-  which scales, in which order where the shape of the tensor does not say it, and how many there are of a head, a latent
-  or a state. Bytes that are read in another order, or scaled by another number, are other numbers, so nothing skips
-  this part. Only the order of a peer that has that of the shape does not matter to an engine that puts what it reads
-  from such a one in its own (`layout.landing`). Layers that only one side has are the layout's affair, and so are the
-  numbers of heads and the sizes of blocks, which may differ. The lengths of blocks in the metadata do not say how many
-  bytes there are: pages are padded to the length of other layers' pages, and a row has pages of several layers.
+* `layers` say which group's block table each layer has, and what the bytes of its blocks are: numbers of which type, of
+  which kind of FP8, multiplied by which scales, in which order where the shape of the tensor does not say it, and how
+  many there are of a head, a latent or a state. Bytes that are read in another order, or scaled by another number, are
+  other numbers, so nothing skips this part. Only the order of a peer that has that of the shape does not matter to an
+  engine that puts what it reads from such a one in its own (`layout.landing`). Layers that only one side has are the
+  layout's affair, and so are the numbers of heads and the sizes of blocks, which may differ. The lengths of blocks in
+  the metadata do not say how many bytes there are: pages are padded to the length of other layers' pages, and a row has
+  pages of several layers.
 
 Values are told as vLLM has them, and two names of the same are taken for one where they are compared, and nowhere else:
 so a version that learns of another pair of names refuses no engine of the version before, which cannot know of it.
@@ -34,6 +35,7 @@ from connector.wire.bounded import IDENTIFIER_PATTERN, Identifier
 
 FACTORS_MAX = 256
 LAYERS_MAX = 4096
+GROUPS_MAX = 4096
 HEADS_MAX = 1024
 COMPONENTS_MAX = 64
 VALUE_LENGTH_MAX = 256
@@ -56,6 +58,8 @@ DTYPE = "KV cache dtype"
 FP8 = "kind of FP8"
 
 CONTENT = "content"
+
+GROUP = "cache group"
 
 FNUZ, E4B15 = "FNUZ", "E4B15"
 """Kinds of FP8 that the name of a type does not tell from OCP's: what MI300 and MI325 have, and TurboQuant on GPUs of
@@ -102,6 +106,8 @@ class LayerIdentity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """What the bytes of one layer's blocks on one rank mean.
 
     Attributes:
+        group: number of its KV cache group, whose block table says where its blocks are. Layers of several groups may
+            share memory, and then nothing else that peers are told shows it.
         dtype: of the numbers in the cache; `fp8_e4m3` for instance.
         fp8: which kind of FP8 they are; empty: OCP's, or no FP8.
         order: how the elements of a head lie in a block, where the tensor's shape does not say it; empty: it does.
@@ -114,6 +120,7 @@ class LayerIdentity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             they hold of a KV head, and of a state that is not known to be divided, what all ranks hold.
     """
 
+    group: Annotated[int, Meta(ge=0, lt=GROUPS_MAX)]
     dtype: _Value
     fp8: Annotated[str, Meta(max_length=VALUE_LENGTH_MAX)] = ""
     order: Annotated[str, Meta(max_length=VALUE_LENGTH_MAX)] = ""
@@ -134,7 +141,7 @@ class KvIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
     factors: Annotated[dict[Identifier, _Value], Meta(max_length=FACTORS_MAX)]
     layers: Annotated[dict[Identifier, LayerIdentity], Meta(max_length=LAYERS_MAX)]
-    group_tokens: Annotated[tuple[Annotated[int, Meta(ge=0, le=1 << 20)], ...], Meta(max_length=4096)]
+    group_tokens: Annotated[tuple[Annotated[int, Meta(ge=0, le=1 << 20)], ...], Meta(max_length=GROUPS_MAX)]
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,6 +182,7 @@ def differing_layers(
             continue
         told: list[Difference] = []
         for field, local, remote in (
+            (GROUP, str(layer.group), str(other.group)),
             (DTYPE, layer.dtype, other.dtype),
             (FP8, layer.fp8 or OCP, other.fp8 or OCP),
             (ORDER, layer.order, other.order),
@@ -238,6 +246,10 @@ _LAYER_ADVICE = {
         "start both engines with the same --kv-cache-dtype and the same layers exempt from it; the type of a state is"
         " that of --mamba-cache-dtype and --mamba-ssm-cache-dtype, an indexer's that of indexer_kv_dtype in"
         " --attention-config"
+    ),
+    GROUP: (
+        "vLLM groups the layers of these engines in unlike ways: start both with the same options of the KV cache,"
+        " draft model and parallel sizes"
     ),
     CONTENT: (
         "start both engines with the same num_speculative_tokens in --speculative-config, by which the convolution of a"

@@ -239,6 +239,7 @@ def _layers(
         layer = layers.get(name)
         k_scales, v_scales = scales.get(name, ((), ()))
         identities[name] = LayerIdentity(
+            group=shape.group,
             dtype=_layer_dtype(layer, specs[name]),
             fp8=_kind_of_fp8(layer, specs[name]),
             order=_order(layer, specs[name]),

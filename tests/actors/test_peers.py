@@ -165,7 +165,9 @@ def test_another_model_of_a_builtin_engine_is_refused_by_its_hash(monkeypatch: p
 
 
 def identity(weights: str = "w", *, model: str = "m", **of_layer: Any) -> KvIdentity:
-    layer = LayerIdentity(**({"dtype": "fp8", "order": "vec", "k_scales": (0.5,), "content_bytes": (640,)} | of_layer))
+    layer = LayerIdentity(
+        **({"group": 0, "dtype": "fp8", "order": "vec", "k_scales": (0.5,), "content_bytes": (640,)} | of_layer)
+    )
     return KvIdentity(factors={"model": model, "weights": weights}, layers={"layer": layer}, group_tokens=())
 
 

@@ -79,7 +79,7 @@ _EXTENSION = ActorExtension(
     verify="off",
     identity=KvIdentity(
         factors={"model": "m"},
-        layers={"layer.0": LayerIdentity(dtype="bfloat16", content_bytes=(4, 4))},
+        layers={"layer.0": LayerIdentity(group=0, dtype="bfloat16", content_bytes=(4, 4))},
         group_tokens=(16,),
     ),
 )

@@ -224,7 +224,7 @@ def test_of_a_builtin_engine_the_hash_is_compared() -> None:
 
 def told(name: str, hash_: str, weights: str, scale: float = 1.0, *, order: str = "", **facts: Any) -> EngineReport:
     """An engine that tells what its KV is."""
-    layer = LayerIdentity(dtype="fp8", k_scales=(scale,), order=order, content_bytes=(32,))
+    layer = LayerIdentity(group=0, dtype="fp8", k_scales=(scale,), order=order, content_bytes=(32,))
     identity = KvIdentity(factors={"model": name, "weights": weights}, layers={"layer": layer}, group_tokens=(16,))
     report = engine(name, hash_=hash_, **facts)
     said = report.ranks[0].advertisement

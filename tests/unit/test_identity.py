@@ -21,7 +21,7 @@ from tests.rig.facts import facts
 from tests.unit.test_wire_handshake import METADATA
 
 FACTORS = {"vllm_version": "1", "model": "/here", "revision": "none", "dtype": "float32", "weights": "3 tensors aa"}
-LAYER = LayerIdentity(dtype="fp8", order="vec", k_scales=(0.5,), v_scales=(0.25,), content_bytes=(32, 16))
+LAYER = LayerIdentity(group=1, dtype="fp8", order="vec", k_scales=(0.5,), v_scales=(0.25,), content_bytes=(32, 16))
 IDENTITY = KvIdentity(factors=FACTORS, layers={"layer": LAYER}, group_tokens=(16,))
 
 
@@ -138,6 +138,8 @@ def test_others_that_differ_are_named_too() -> None:
 @pytest.mark.parametrize(
     ("changes", "field", "local", "remote"),
     [
+        # Groups may share memory: it would be read with another layer's block table.
+        ({"group": 2}, "cache group of layer", "1", "2"),
         ({"dtype": "fp8_e5m2"}, "KV cache dtype of layer", "fp8", "fp8_e5m2"),
         ({"fp8": "FNUZ"}, "kind of FP8 of layer", "OCP", "FNUZ"),
         ({"order": "amx"}, "order of elements in a block of layer", "vec", "amx"),

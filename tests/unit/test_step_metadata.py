@@ -21,7 +21,7 @@ REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 
 def test_what_a_rank_says_of_itself_survives_the_way_to_the_scheduler() -> None:
     """vLLM pickles it."""
-    layer = LayerIdentity(dtype="bfloat16", content_bytes=(4,))
+    layer = LayerIdentity(group=0, dtype="bfloat16", content_bytes=(4,))
     identity = KvIdentity(factors={"model": "tiny"}, layers={"layer.0": layer}, group_tokens=(16,))
     extension = facts(life="", tp_size=4, dcp_size=2, pp_size=3, tp_rank=1, pp_rank=2, identity=identity)
     metadata = HandshakeMetadata("hash", b"agent", extension, LEAVE_SECRET)

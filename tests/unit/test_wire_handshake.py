@@ -487,6 +487,7 @@ def largest() -> int:
     many = side(REGIONS_MAX)
     name = "language_model.model.layers.{}.self_attn.attn".format
     layer = LayerIdentity(
+        group=0,
         dtype="fp8_e4m3",
         order="K and V in slots of their own",
         k_scales=(0.1,),

@@ -65,6 +65,7 @@ IDENTITY = KvIdentity(
     factors={"vllm_version": "0.32.0", "weights": "3 tensors aa"},
     layers={
         "layers.0": LayerIdentity(
+            group=0,
             dtype="fp8",
             fp8="FNUZ",
             order="vec",
