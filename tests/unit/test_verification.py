@@ -161,20 +161,13 @@ def test_sums_of_a_lease_come_after_what_its_last_steps_write(monkeypatch: pytes
     assert found.tolist() == sums_of(wanted).tolist()
 
 
-def test_the_worker_sums_what_it_lends_after_the_steps_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    calls: list[str] = []
-
-    def of(sums: BlockSums, wanted: Sequence[Stretch], *, after_steps: bool = False) -> np.ndarray:
-        calls.append("lent" if after_steps else "read")
-        return np.zeros(sum(each.blocks.size for each in wanted), np.int64)
-
-    monkeypatch.setattr(BlockSums, "note_step", lambda sums: calls.append("step"))
-    monkeypatch.setattr(BlockSums, "of", of)
-    config = engine_config(write_model(tmp_path / "model"))
+def lend_after_a_step(directory: Path) -> None:
+    """A real worker makes a step, and then is told of a grant."""
+    config = engine_config(write_model(directory / "model"))
     config.kv_transfer_config.kv_connector_extra_config = {"verify": "all"}
     caches = cache_config(attention_spec())
     granted = LeaseGranted(lease=LEASE, lease_seconds=60.0, blocks=2, block_ids=([3, 4],))
-    with single_rank(config, tmp_path):
+    with single_rank(config, directory):
         connector = NixlActorConnector(config, KVConnectorRole.WORKER, caches)
         try:
             connector.register_kv_caches(allocate(caches))
@@ -184,6 +177,18 @@ def test_the_worker_sums_what_it_lends_after_the_steps_before(monkeypatch: pytes
             connector.start_load_kv(None)  # type: ignore[arg-type]
         finally:
             connector.shutdown()
+
+
+def test_the_worker_sums_what_it_lends_after_the_steps_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    def of(sums: BlockSums, wanted: Sequence[Stretch], *, after_steps: bool = False) -> np.ndarray:
+        calls.append("lent" if after_steps else "read")
+        return np.zeros(sum(each.blocks.size for each in wanted), np.int64)
+
+    monkeypatch.setattr(BlockSums, "note_step", lambda sums: calls.append("step"))
+    monkeypatch.setattr(BlockSums, "of", of)
+    lend_after_a_step(tmp_path)
     assert calls == ["step", "lent"]
 
 
@@ -196,18 +201,7 @@ def test_a_grant_says_that_no_checksums_could_be_made(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(BlockSums, "of", of)
     monkeypatch.setattr(ActorThread, "post", lambda thread, command: told.append(command))
-    config = engine_config(write_model(tmp_path / "model"))
-    config.kv_transfer_config.kv_connector_extra_config = {"verify": "all"}
-    caches = cache_config(attention_spec())
-    granted = LeaseGranted(lease=LEASE, lease_seconds=60.0, blocks=2, block_ids=([3, 4],))
-    with single_rank(config, tmp_path):
-        connector = NixlActorConnector(config, KVConnectorRole.WORKER, caches)
-        try:
-            connector.register_kv_caches(allocate(caches))
-            connector.bind_connector_metadata(StepMetadata(commands=[granted]))
-            connector.start_load_kv(None)  # type: ignore[arg-type]
-        finally:
-            connector.shutdown()
+    lend_after_a_step(tmp_path)
     (found,) = [each for each in told if isinstance(each, LeaseGranted)]
     assert (found.block_ids, found.sums) == (None, NO_SUMS)
 
