@@ -537,6 +537,10 @@ class Lending:
         """What is lent now, oldest first."""
         return tuple(self._leases.values())
 
+    def lease(self, name: LeaseName) -> Lease | None:
+        """The lease of this name as it is now; None: it is over, or never was."""
+        return self._leases.get(name)
+
 
 def _readers(lease: Lease) -> frozenset[tuple[str, int | str]]:
     """Which ranks of which engines have released it."""

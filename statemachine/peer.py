@@ -223,9 +223,12 @@ def _disconnect(peer: Peer, event: TornDown) -> tuple[Peer, Effects]:
         return msgspec.structs.replace(peer, state=State.GONE), NO_EFFECTS
     if peer.losses > LOSSES_BEFORE_BACKOFF:
         assert peer.failure is not None
-        announce: Effects = (AnnounceFailed(failure=peer.failure),) if peer.is_wanted else NO_EFFECTS
-        backoff = StartBackoff(failures=peer.losses - LOSSES_BEFORE_BACKOFF)
-        return msgspec.structs.replace(peer, state=State.BACKOFF, is_wanted=False), (*announce, backoff)
+        # Wanted or not: somebody may have been offered the connection, and not have begun to read.
+        announce, backoff = (
+            AnnounceFailed(failure=peer.failure),
+            StartBackoff(failures=peer.losses - LOSSES_BEFORE_BACKOFF),
+        )
+        return msgspec.structs.replace(peer, state=State.BACKOFF, is_wanted=False), (announce, backoff)
     if peer.is_wanted:
         return _start(peer, event)
     return msgspec.structs.replace(peer, state=State.IDLE), NO_EFFECTS

@@ -245,6 +245,7 @@ _WAITS: dict[remote_engine.WaitsFor, str] = {
     "peer": "for the connection to that engine, which is {peer}",
     "checksums": "for the checksums of its blocks (verify), which that engine has not said yet",
     "reads": "for {reads} READ(s) from that engine to end",
+    "check": "all its bytes are here, and are compared with the checksums of that engine (verify)",
     "proof": "all its bytes are here, and that engine is asked whether it still kept the blocks",
     "quiescence": "it has failed ({failure}), and {reads} READ(s) may still write into its blocks",
 }

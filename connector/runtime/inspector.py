@@ -180,7 +180,8 @@ class Inspector:
             case "holds":
                 return await self._holds()
             case "leases":
-                return _Source(self._lease_keeper.leases(), is_about, self._lease_row)
+                leases = self._lease_keeper.leases()
+                return _Source(leases, is_about, lambda value: self._lease_row(value.name))
             case "reads":
                 reads = self._context.reads.in_hand()
                 return _Source(reads, lambda each, what: what in each[0].request_id, self._read_row)
@@ -309,7 +310,7 @@ class Inspector:
             since_seconds=self._since(actor.observer, value),
             failure=failure.kind if failure is not None else None,
             detail=optional_text(failure, DETAIL_LENGTH_MAX),
-            failures=value.failures,
+            failures=max(value.failures, value.losses),
             backoff_seconds=self._left(view.backoff_until_ns),
             is_builtin=view.is_builtin,
             is_retiring=value.is_retiring or member.is_retired,
@@ -405,7 +406,10 @@ class Inspector:
             users_count=len(claim.users),
         )
 
-    def _lease_row(self, value: lease.Lease) -> AnyRow:
+    def _lease_row(self, name: LeaseName) -> AnyRow | None:
+        value = self._lease_keeper.lease(name)
+        if value is None:
+            return None
         is_held = value.state is lease.State.HELD
         holders = tuple(
             inspection.HolderRow(

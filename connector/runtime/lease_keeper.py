@@ -155,6 +155,10 @@ class LeaseKeeper:
         """What is lent now, oldest first."""
         return self._core.leases()
 
+    def lease(self, name: LeaseName) -> Lease | None:
+        """The lease of this name as it is now; None: it is over."""
+        return self._core.lease(name)
+
     # --- in ---------------------------------------------------------------------------------------------------------
 
     def deliver(self, command: LeaseCommand) -> None:

@@ -68,7 +68,7 @@ class _Pull:
     bytes: int | None = None
     descriptors: int | None = None
     tickets: list[int] = field(default_factory=list)
-    """Of the sums that were ordered of what its READs have left."""
+    """Orders of checksums of what its READs have left."""
     quarantined_ns: int | None = None
     """When the request ended while READs might still write into its blocks."""
 

@@ -212,12 +212,13 @@ class RequestRow(Row, frozen=True, kw_only=True):
 
     Attributes:
         waits_for: scheduler, peer, checksums (with the option verify, which P has not said yet), turn (its READs wait
-            for those of other requests), reads, proof or quiescence.
+            for those of other requests), reads, check (with the option verify: all bytes are here, and are compared
+            with P's checksums), proof or quiescence.
         since_seconds: in its state; None: not known.
         age_seconds: since its blocks were allocated; of a queued one, since this engine first heard of its lease.
         until_seconds: until its state ends at the latest; None: not bounded by the connector.
         queue_position: of its READs among the requests whose turn has not come, from 0.
-        reads: READs that have not ended; `bytes`: of those that have.
+        reads: READs that have not ended, or are not checked yet; `bytes`: of those that have.
         proven_seconds: how much longer P is known to keep the blocks; None: it has not said, or does not keep them.
         ending, failure, detail: of a draining request: how it will end, and why.
     """

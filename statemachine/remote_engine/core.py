@@ -405,7 +405,7 @@ class RemoteEngine:
             self._suspect(event.connection, failure, now_ns)
         if not event.is_quiescent:
             connection.unsettled[event.request_id, event.read] = None
-        elif failure is None:
+        elif failure is None and event.was_wanted:
             connection.was_of_use = True
         found = self._requests.get(event.request_id)
         if found is None or found.connection != event.connection or event.read not in found.in_flight:
@@ -767,7 +767,7 @@ class RemoteEngine:
             until_ns = self._timers.get(("proof", request_id))
         return RequestView(
             value=value,
-            waits_for=waits_for(value.state, self._peer.state),
+            waits_for=waits_for(value, self._peer.state),
             started_ns=deadline_ns - self._limits.request_ns if deadline_ns is not None else None,
             until_ns=until_ns if until_ns is not None else deadline_ns,
         )

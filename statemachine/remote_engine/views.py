@@ -9,9 +9,9 @@ import msgspec
 from statemachine import hold, peer, request
 from statemachine.lease import LeaseName
 
-WaitsFor: TypeAlias = Literal["peer", "checksums", "reads", "proof", "quiescence"]
+WaitsFor: TypeAlias = Literal["peer", "checksums", "reads", "check", "proof", "quiescence"]
 """`checksums`: P is connected, and it is not known what to read. All that takes long then is what P has to say of its
-blocks, with the option verify."""
+blocks, with the option verify. `check`: all bytes are here, and are to be compared with that."""
 
 _WAITS_FOR: dict[request.State, WaitsFor] = {
     request.State.PENDING_HANDSHAKE: "peer",
@@ -21,11 +21,13 @@ _WAITS_FOR: dict[request.State, WaitsFor] = {
 }
 
 
-def waits_for(state: request.State, peer_state: peer.State) -> WaitsFor:
+def waits_for(value: request.Request, peer_state: peer.State) -> WaitsFor:
     """What a request that has not ended waits for."""
-    if state is request.State.PENDING_HANDSHAKE and peer_state is peer.State.READY:
+    if value.state is request.State.PENDING_HANDSHAKE and peer_state is peer.State.READY:
         return "checksums"
-    return _WAITS_FOR[state]
+    if value.state is request.State.READING and not value.in_flight:
+        return "check"
+    return _WAITS_FOR[value.state]
 
 
 class RequestView(msgspec.Struct, frozen=True, kw_only=True):

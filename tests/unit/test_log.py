@@ -678,8 +678,7 @@ def waiting(state: request.State, **fields: Any) -> request.Request:
         peer="prefill-1",
         retries_left=1,
         state=state,
-        in_flight=frozenset({0, 1}),
-        **fields,
+        **{"in_flight": frozenset({0, 1}), **fields},
     )
 
 
@@ -687,7 +686,7 @@ def view_of(value: request.Request, peer_state: peer.State) -> remote_engine.Req
     """As the core makes it."""
     return remote_engine.RequestView(
         value=value,
-        waits_for=waits_for(value.state, peer_state),
+        waits_for=waits_for(value, peer_state),
         started_ns=None,
         until_ns=None,
     )
@@ -700,6 +699,7 @@ def view_of(value: request.Request, peer_state: peer.State) -> remote_engine.Req
         (waiting(request.State.PENDING_HANDSHAKE), peer.State.DRAINING, "which is draining"),
         (waiting(request.State.PENDING_HANDSHAKE), peer.State.READY, "for the checksums of its blocks"),
         (waiting(request.State.READING), peer.State.READY, "for 2 READ(s)"),
+        (waiting(request.State.READING, in_flight=frozenset(), unchecked=frozenset({0})), peer.State.READY, "compared"),
         (waiting(request.State.PROVING), peer.State.READY, "asked whether it still kept the blocks"),
         (waiting(request.State.DRAINING, failure=TIMEOUT), peer.State.READY, "it has failed (DeadlineExceeded)"),
     ],

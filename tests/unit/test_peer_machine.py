@@ -171,7 +171,10 @@ def test_the_second_connection_in_a_row_that_was_of_no_use_is_rebuilt_after_a_de
     assert effects == [DrainReads(), TearDown(), AnnounceFailed(failure=LOST), StartBackoff(failures=1)]
     peer, _ = run(peer, BackoffElapsed(), Wanted(), HandshakeSucceeded())
     peer, effects = run(peer, LOST_UNUSED, ReadsDrained(), TornDown())
-    assert (peer.state, effects) == (State.BACKOFF, [DrainReads(), TearDown(), StartBackoff(failures=2)])
+    assert (peer.state, effects) == (
+        State.BACKOFF,
+        [DrainReads(), TearDown(), AnnounceFailed(failure=LOST), StartBackoff(failures=2)],
+    )
 
 
 def test_a_connection_that_was_of_use_is_rebuilt_at_once_however_many_were_not_before_it() -> None:

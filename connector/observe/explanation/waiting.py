@@ -53,8 +53,7 @@ WAITING: dict[str, tuple[str, str]] = {
 
 
 NO_CHECKSUMS = (
-    "nothing yet; if it takes long, see whether P's engine makes steps, with which it says what it lends, and its log "
-    "for an error of its checksums"
+    "nothing yet; if it takes long, see whether P makes steps, with which it says the checksums of what it lends"
 )
 
 
@@ -83,6 +82,8 @@ def explain_waiting(case: Case, said: Said[RequestRow], live: Live) -> Explanati
         if row.waits_for == "turn":
             behind = f"behind those of {row.queue_position} request(s)" if row.queue_position else "and are the next"
             cause = f"Its READs wait for their turn, {behind}, for {how_long(row.since_seconds)}"
+        elif row.waits_for == "check":
+            cause = f"Its bytes are here; with its next step D compares them with the checksums of {row.peer} (verify)"
         elif silence is not None and not silence.is_of_asker:
             kind = silence.kind
             cause = (

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 SEND_NS = 20 * MICROSECOND
 """How long it takes to learn that a notification cannot be sent."""
 TEAR_DOWN_NS = 200 * MICROSECOND
+CHECK_NS = 5 * MILLISECOND
+"""How long a READ waits to be checked: for a step of the engine."""
 RESET_NOTICED_NS_MAX = MILLISECOND
 RESTART_NS_MAX = SECOND // 4
 """How long a crashed actor stays away."""
@@ -69,6 +71,7 @@ class Reader(Executor):
                 core.StartHandshake: self._start_handshake,
                 core.ResolveBlocks: self._resolve_blocks,
                 core.PostReads: self._post_reads,
+                core.CheckRead: self._check_read,
                 core.TearDown: self._tear_down,
                 core.SendHold: self._send_hold,
                 core.SendRelease: self._send_release,
@@ -238,7 +241,9 @@ class Reader(Executor):
             self.answers.append(core.BlocksRejected(request_id=request_id, failure=_BAD_PARAMS))
             return
         reads = self._connections[number].pieces if pull.blocks else 0
-        self.answers.append(core.BlocksResolved(request_id=request_id, connection=number, reads=reads))
+        are_checked = self.world.cluster.checks_reads and not self.engine.is_builtin
+        resolved = core.BlocksResolved(request_id=request_id, connection=number, reads=reads, are_checked=are_checked)
+        self.answers.append(resolved)
 
     def _post_reads(self, effect: core.PostReads) -> None:
         connection = self._connections[effect.connection]
@@ -267,6 +272,17 @@ class Reader(Executor):
                 was_wanted=was_wanted,
             )
         )
+
+    def _check_read(self, effect: core.CheckRead) -> None:
+        self._heap.after(CHECK_NS, self._end_check, effect)
+
+    def _end_check(self, effect: core.CheckRead) -> None:
+        """In a step of the engine."""
+        life = self.rank.life
+        if life.frozen_until_ns > self._heap.now_ns:
+            life.defer(self._end_check, effect)
+            return
+        self.deliver(core.ReadChecked(request_id=effect.request_id, read=effect.read, connection=effect.connection))
 
     # --- messages to the peer ---------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ BUILTIN_SHARE = 0.12
 """How many engines have the built-in connector."""
 TWICE_SHARE = 0.6
 TWINS_SHARE = 0.15
+CHECKED_SHARE = 0.15
 FOREVER_SECONDS = 3600.0
 RETIRED_MAX = 100
 """Engines that a run cannot have."""
@@ -32,14 +33,14 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         prefill_ranks, decode_ranks: tensor-parallel ranks of each engine. Where D has more of them, several ranks of
-            it hold one lease; where P has more, each rank of D deals with several.
-        is_replicated: where P has more ranks, their KV is the same: a rank of D reads from one of those that it deals
-            with.
+            it hold one lease; where P has more, each rank of D has several partners.
+        is_replicated: where P has more ranks, their KV is the same: a rank of D reads from one of its partners.
         resizes: an engine that restarts under its old id has another number of ranks.
         keeps_decode_id: a decode engine that restarts has the engine id of before.
         has_twins: all decode engines have one engine id, as by a mistake of who starts them.
         builtin: names of the engines with the built-in connector.
         describes_twice: half of the requests describe a built-in prefill engine by other sizes: two peers of one agent.
+        checks_reads: what READs leave is checked, as with the option verify; it always passes.
         prefill_blocks, decode_blocks: size of a block pool.
         reuses_last: the pool hands out the block freed last; otherwise the lowest one.
         requests_per_second: arrivals outside of bursts.
@@ -58,6 +59,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     has_twins: bool
     builtin: frozenset[str]
     describes_twice: bool
+    checks_reads: bool
     prefill_blocks: int
     decode_blocks: int
     reuses_last: bool
@@ -96,6 +98,7 @@ def draw_cluster(seed: int) -> Cluster:
         has_twins=generator(seed, "level 1: twins").random() < TWINS_SHARE,
         builtin=_draw_builtin(base, chance),
         describes_twice=generator(seed, "level 1: sizes").random() < TWICE_SHARE,
+        checks_reads=generator(seed, "level 1: checks").random() < CHECKED_SHARE,
         prefill_blocks=chance.choice([128, 256, 512]),
         decode_blocks=chance.choice([128, 256, 512]),
         reuses_last=chance.random() < 0.5,
