@@ -670,6 +670,21 @@ def test_the_delay_after_failed_handshakes_grows_up_to_its_bound() -> None:
     assert all(LIMITS.backoff_max_ns // 2 <= each <= LIMITS.backoff_max_ns for each in delays[4:])
 
 
+def test_a_read_that_was_never_posted_does_not_show_that_a_connection_is_of_use() -> None:
+    executor = Executor()
+    for number in range(peer.LOSSES_BEFORE_BACKOFF + 1):
+        for request_id in (f"aborted{number}", f"read{number}"):
+            executor.start(request_id, LeaseName(request_id, number))
+        executor.connect()
+        executor.feed(AbortAsked(request_id=f"aborted{number}"))
+        for posted in executor.take(PostReads):  # what is tried again, too
+            was_aborted = posted.request_id.startswith("aborted")
+            executor.read(posted.request_id, was_wanted=not was_aborted, failure=None if was_aborted else LOST)
+        (torn_down,) = executor.take(TearDown)
+        executor.feed(TornDown(connection=torn_down.connection))
+    assert executor.core.state is peer.State.BACKOFF
+
+
 @pytest.mark.parametrize("is_lost", [True, False], ids=["transport lost", "may still write"])
 def test_an_engine_that_can_only_be_shaken_hands_with_is_not_met_for_each_request(is_lost: bool) -> None:
     """Each new connection costs both sides a file descriptor."""
