@@ -74,17 +74,21 @@ class Stated(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         heads: KV heads on that rank, by layer.
+        groups: number of the cache group, by layer: that of its block table. Where groups share memory nothing else
+            shows it.
         group_tokens: tokens of a kernel block, by cache group; 0 where a block is a state.
     """
 
     heads: Mapping[str, int]
+    groups: Mapping[str, int]
     group_tokens: tuple[int, ...]
 
 
 def stated_by(identity: KvIdentity) -> Stated:
     """What a peer's identity says of that."""
     heads = {name: layer.heads for name, layer in identity.layers.items() if layer.heads}
-    return Stated(heads=heads, group_tokens=identity.group_tokens)
+    groups = {name: layer.group for name, layer in identity.layers.items()}
+    return Stated(heads=heads, groups=groups, group_tokens=identity.group_tokens)
 
 
 def layout_from_metadata(
@@ -145,9 +149,19 @@ def layout_in_steps(
         groups=groups,
     )
     require_same_sizes(metadata, theirs)
-    if stated is not None and len(stated.group_tokens) != len(groups):
-        raise LayoutMismatch("number of cache groups", len(groups), len(stated.group_tokens), SAME_GROUPS)
+    if stated is not None:
+        _require_same_groups(groups, of_peer, stated)
     return theirs
+
+
+def _require_same_groups(groups: tuple[CacheGroup, ...], shapes: Mapping[str, LayerShape], stated: Stated) -> None:
+    """Refuse a peer with other groups, which it says last: a difference in sizes explains more."""
+    if len(stated.group_tokens) != len(groups):
+        raise LayoutMismatch("number of cache groups", len(groups), len(stated.group_tokens), SAME_GROUPS)
+    for layer, shape in shapes.items():
+        group = stated.groups.get(layer, shape.group)
+        if group != shape.group:
+            raise LayoutMismatch(f"cache group of {layer}", shape.group, group, SAME_GROUPS)
 
 
 class _Peer(msgspec.Struct, frozen=True, kw_only=True):

@@ -59,8 +59,6 @@ FP8 = "kind of FP8"
 
 CONTENT = "content"
 
-GROUP = "cache group"
-
 FNUZ, E4B15 = "FNUZ", "E4B15"
 """Kinds of FP8 that the name of a type does not tell from OCP's: what MI300 and MI325 have, and TurboQuant on GPUs of
 NVIDIA before SM 8.9."""
@@ -107,7 +105,7 @@ class LayerIdentity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     Attributes:
         group: number of its KV cache group, whose block table says where its blocks are. Layers of several groups may
-            share memory, and then nothing else that peers are told shows it.
+            share memory, and then nothing else that peers are told shows it (`layout.remote`).
         dtype: of the numbers in the cache; `fp8_e4m3` for instance.
         fp8: which kind of FP8 they are; empty: OCP's, or no FP8.
         order: how the elements of a head lie in a block, where the tensor's shape does not say it; empty: it does.
@@ -182,7 +180,6 @@ def differing_layers(
             continue
         told: list[Difference] = []
         for field, local, remote in (
-            (GROUP, str(layer.group), str(other.group)),
             (DTYPE, layer.dtype, other.dtype),
             (FP8, layer.fp8 or OCP, other.fp8 or OCP),
             (ORDER, layer.order, other.order),
@@ -246,10 +243,6 @@ _LAYER_ADVICE = {
         "start both engines with the same --kv-cache-dtype and the same layers exempt from it; the type of a state is"
         " that of --mamba-cache-dtype and --mamba-ssm-cache-dtype, an indexer's that of indexer_kv_dtype in"
         " --attention-config"
-    ),
-    GROUP: (
-        "vLLM groups the layers of these engines in unlike ways: start both with the same options of the KV cache,"
-        " draft model and parallel sizes"
     ),
     CONTENT: (
         "start both engines with the same num_speculative_tokens in --speculative-config, by which the convolution of a"

@@ -138,8 +138,6 @@ def test_others_that_differ_are_named_too() -> None:
 @pytest.mark.parametrize(
     ("changes", "field", "local", "remote"),
     [
-        # Groups may share memory: it would be read with another layer's block table.
-        ({"group": 2}, "cache group of layer", "1", "2"),
         ({"dtype": "fp8_e5m2"}, "KV cache dtype of layer", "fp8", "fp8_e5m2"),
         ({"fp8": "FNUZ"}, "kind of FP8 of layer", "OCP", "FNUZ"),
         ({"order": "amx"}, "order of elements in a block of layer", "vec", "amx"),

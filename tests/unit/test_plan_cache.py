@@ -28,7 +28,7 @@ from tests.unit.properties import on_any_machine
 
 SHAPES = attention_shapes(layers=3, heads=4, head_bytes=8)
 ADDRESS = 1 << 30
-ONE_HEAD = Stated(heads={"model.layers.0": 1}, group_tokens=(16,))
+ONE_HEAD = Stated(heads={"model.layers.0": 1}, groups={}, group_tokens=(16,))
 
 
 def geometry_of(remotes: Sequence[RankLayout], own_engine_id: str = "decode") -> Geometry:

@@ -132,6 +132,7 @@ def test_a_built_in_engine_needs_our_tensor_parallel_size(config: VllmConfig, mo
         ({"heads": {FULL_LAYER: 2}}, f"KV heads of {FULL_LAYER} on each of 1 ranks"),
         ({"group_tokens": (32,)}, "number of cache groups"),
         ({"group_tokens": (0, 32)}, "cache group 0"),
+        ({"groups": {FULL_LAYER: 1}}, f"cache group of {FULL_LAYER}"),
         ({"group_tokens": (32, 32)}, f"block length of {FULL_LAYER} on rank 0 of 1"),
     ],
 )
@@ -140,7 +141,7 @@ def test_what_an_engine_says_that_cannot_be_is_refused(
 ) -> None:
     own = Pair(config, monkeypatch, MIMO, TOKENS).rank(0, 1, "p").registration
     said = stated_by(own.identity)
-    false = Stated(**{"heads": said.heads, "group_tokens": said.group_tokens, **change})
+    false = Stated(**{"heads": said.heads, "groups": said.groups, "group_tokens": said.group_tokens, **change})
     with pytest.raises(LayoutMismatch) as refused:
         layout_from_metadata(describe(own.layout, b"agent"), rank=RankId(0, 0), tp_size=1, local=own, stated=false)
     assert refused.value.field == field
