@@ -127,7 +127,7 @@ MUTANTS = (
         rule="a newcomer can shake hands",
         broken="no engine can meet this one while somebody floods it",
         changes=(Edit(Admission.opened, "Allowance(rates.newcomer_units,", "Allowance(0,"),),
-        place=Seeds(2, "isolation", faults=FLOOD),
+        place=ByTest("tests/unit/test_admission.py::test_a_newcomer_is_heard_in_a_flood"),
     ),
     Mutant(
         name="crowds are let in",

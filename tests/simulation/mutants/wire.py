@@ -356,7 +356,7 @@ VERIFICATION = (
                 "self._feed(self._resolve(effect, known))",
             ),
         ),
-        place=Seeds(2, "handed back", (fault(Kind.READ_LIES, "d8>p8", 0.0, 0.0),), first=36),
+        place=Seeds(2, "handed back", (fault(Kind.READ_LIES, "d8>p8", 0.0, 0.0),), first=74),
     ),
     Mutant(
         name="sums of samples alone",
