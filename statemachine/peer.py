@@ -224,10 +224,8 @@ def _disconnect(peer: Peer, event: TornDown) -> tuple[Peer, Effects]:
     if peer.losses > LOSSES_BEFORE_BACKOFF:
         assert peer.failure is not None
         # Wanted or not: somebody may have been offered the connection, and not have begun to read.
-        announce, backoff = (
-            AnnounceFailed(failure=peer.failure),
-            StartBackoff(failures=peer.losses - LOSSES_BEFORE_BACKOFF),
-        )
+        announce = AnnounceFailed(failure=peer.failure)
+        backoff = StartBackoff(failures=peer.losses - LOSSES_BEFORE_BACKOFF)
         return msgspec.structs.replace(peer, state=State.BACKOFF, is_wanted=False), (announce, backoff)
     if peer.is_wanted:
         return _start(peer, event)

@@ -174,8 +174,8 @@ def _target(
     # Latents and states, which land where they stay, have no say.
     layers = {
         piece.layer
-        for ours, theirs in zip(local.regions, landing.regions, strict=True)
-        for piece in set(ours.pieces) - set(theirs.pieces)
+        for as_it_stays, as_read in zip(local.regions, landing.regions, strict=True)
+        for piece in set(as_it_stays.pieces) - set(as_read.pieces)
     }
     scattered = yield from _stretches(local, by_rank, cuts, layers)
     long = yield from _stretches(landing, by_rank, cuts, layers)

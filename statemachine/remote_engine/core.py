@@ -524,14 +524,16 @@ class RemoteEngine:
     def _suspect(self, number: int, failure: Failure, now_ns: int) -> None:
         """Nothing may be read over this connection any more, if it is the current one."""
         connection = self._connections.get(number)
-        if connection is not None and connection.failure is None:
+        if connection is None:
+            return
+        if connection.failure is None:
             connection.failure = failure
         if self._connections.is_current(number):
             has_ended = isinstance(failure, ControlLinkLost) or is_transport_lost(failure)
             if has_ended and self._departure.state is departure.State.LEAVING:
                 failure = self._left(failure)
-            was_of_use = connection is not None and connection.was_of_use
-            self._step_peer(peer.ConnectionSuspect(failure=failure, was_of_use=was_of_use), now_ns)
+            suspect = peer.ConnectionSuspect(failure=failure, was_of_use=connection.was_of_use)
+            self._step_peer(suspect, now_ns)
             if has_ended:
                 self._step_departure(departure.ConnectionEnded(), now_ns)
 

@@ -12,7 +12,7 @@ from connector.config import ConnectorOptions
 from connector.observe.asking import Address
 from connector.observe.explanation import explain, find, live_of
 from connector.observe.live import Question, opened_surveyor
-from connector.protocol import AbortPull, LeaseGranted, ReceiveEnded
+from connector.protocol import AbortPull, LeaseGranted, ReceiveEnded, SumsFound
 from connector.wire.control import NO_SUMS
 from connector.wire.inspection import RequestRow
 from statemachine.failures import BadParams, ChecksumsMissing, Corrupt, Incompatible, TransferError
@@ -28,6 +28,19 @@ def fill(*engines: Engine) -> None:
     for number, each in enumerate(engines):
         flat = each.memory.reshape(-1)
         flat[:] = (flat.size * number + np.arange(flat.size)) % 251
+
+
+async def read_unsummed(d: Engine, p: Engine, *, corrupts: bool = False) -> list[SumsFound]:
+    """D has read one block for request a. What its engine thread has summed, now and later; nobody has been told."""
+    fill(p)
+    found: list[SumsFound] = []
+    d.events.deliver = found.append
+    p.lend("remote-a")
+    if corrupts:
+        p.memory[1, 1, 7] ^= 16
+    d.pull("a", p, [1], [1])
+    await until(lambda: found)
+    return found
 
 
 async def pulled(d: Engine, p: Engine, name: str, local: list[int], remote: list[int]) -> ReceiveEnded:
@@ -202,18 +215,13 @@ def test_a_request_that_is_aborted_while_its_blocks_are_summed_ends() -> None:
 
     async def test() -> None:
         async with engine("p", serves=True, options=ALL) as p, engine("d", options=ALL) as d:
-            fill(p)
-            wanted = []
-            d.events.deliver = wanted.append
-            p.lend("remote-a")
-            d.pull("a", p, [1], [1])
-            await until(lambda: wanted)
+            found = await read_unsummed(d, p)
             d.supervisor.deliver(AbortPull(request_id="a"))
             ended = await until(lambda: d.received("a"))
             assert ended.failure is not None
             assert ended.failure.kind == "AbortedByClient"
             assert not ended.quarantined
-            d.supervisor.deliver(wanted[0])  # too late: nobody hears of it
+            d.supervisor.deliver(found[0])  # too late: nobody hears of it
 
     run(test)
 
@@ -223,12 +231,7 @@ def test_what_was_summed_for_a_request_that_has_ended_says_nothing_of_the_next_o
 
     async def test() -> None:
         async with engine("p", serves=True, options=ALL) as p, engine("d", options=ALL) as d:
-            fill(p)
-            found, deliver = [], d.events.deliver
-            d.events.deliver = found.append
-            p.lend("remote-a")
-            d.pull("a", p, [1], [1])
-            await until(lambda: found)
+            found = await read_unsummed(d, p)
             d.supervisor.deliver(AbortPull(request_id="a"))
             await until(lambda: d.received("a"))
             d.events.clear()
@@ -237,7 +240,7 @@ def test_what_was_summed_for_a_request_that_has_ended_says_nothing_of_the_next_o
             d.pull("a", p, [1], [1], remote_request_id="remote-b")
             await until(lambda: len(found) == 2)
             for each in found:
-                deliver(each)
+                d.supervisor.deliver(each)
             assert isinstance((await until(lambda: d.received("a"))).failure, Corrupt)
 
     run(test)
@@ -248,19 +251,13 @@ def test_what_was_read_over_a_connection_that_is_lost_meanwhile_is_compared_too(
 
     async def test() -> None:
         async with engine("p", serves=True, options=ALL) as p, engine("d", options=ALL) as d:
-            fill(p)
-            found, deliver = [], d.events.deliver
-            d.events.deliver = found.append
-            p.lend("remote-a")
-            p.memory[1, 1, 7] ^= 16
-            d.pull("a", p, [1], [1])
-            await until(lambda: found)
+            found = await read_unsummed(d, p, corrupts=True)
             (actor,) = d.supervisor._peers.values()
             lost = TransferError(peer="p", operation="notify", error="REMOTE_DISCONNECT", transport_lost=True)
             actor.tell(NotificationFailed(connection=1, failure=lost))
             await until(lambda: d.trace.path("peer", "p").count("ready") == 2)
             assert not d.received("a")
-            deliver(found[0])
+            d.supervisor.deliver(found[0])
             assert isinstance((await until(lambda: d.received("a"))).failure, Corrupt)
 
     run(test)

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from connector.protocol import ReceiveEnded, StartPull
+from connector.protocol import StartPull
 from connector.scheduler import lends
 from connector.scheduler.connector_scheduler import ConnectorScheduler
 from connector.scheduler.lends import Lends
@@ -19,10 +19,18 @@ from connector.scheduler.pulls import Pulls
 from connector.step_metadata import WorkerReport
 from connector.wire.signatures import ParamsKeys
 from connector.worker.finishing import Finishing, Loaded
-from connector.worker.ledger import TransferLedger
 from tests.simulation.divergence import HASH_SEEDS, first_divergence, trace_in_a_process_of_its_own
 from tests.simulation.faults import Fault, Kind, Plan
-from tests.simulation.test_vllm_scheduler import BROKEN, SEEDS, STALL, Broken, name_of, oracles_that_notice, result_of
+from tests.simulation.test_vllm_scheduler import (
+    BROKEN,
+    SEEDS,
+    STALL,
+    Broken,
+    change_ends_of_loads,
+    name_of,
+    oracles_that_notice,
+    result_of,
+)
 from tests.simulation.vllm.cluster import simulate
 
 pytestmark = pytest.mark.timeout(400)
@@ -68,14 +76,7 @@ def lend_back_what_a_step_more_writes_into(patch: pytest.MonkeyPatch) -> None:
 
 
 def call_every_load_a_success(patch: pytest.MonkeyPatch) -> None:
-    record = TransferLedger.record
-
-    def optimistically(self: TransferLedger, outcome: Any) -> None:
-        if isinstance(outcome, ReceiveEnded):
-            outcome = msgspec.structs.replace(outcome, failure=None)
-        record(self, outcome)
-
-    patch.setattr(TransferLedger, "record", optimistically)
+    change_ends_of_loads(patch, failure=None)
 
 
 def report_every_load_twice(patch: pytest.MonkeyPatch) -> None:

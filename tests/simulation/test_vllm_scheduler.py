@@ -280,15 +280,18 @@ def never_tell_of_a_grant(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Lends, "_grant", in_silence)
 
 
-def report_quarantined_blocks_as_free(patch: pytest.MonkeyPatch) -> None:
+def change_ends_of_loads(patch: pytest.MonkeyPatch, **changes: Any) -> None:
+    """The ledger of each worker hears of every end with these fields changed."""
     record = TransferLedger.record
 
-    def carelessly(self: TransferLedger, outcome: Any) -> None:
-        if isinstance(outcome, ReceiveEnded):
-            outcome = msgspec.structs.replace(outcome, quarantined=False)
-        record(self, outcome)
+    def changed(self: TransferLedger, event: Any) -> None:
+        record(self, msgspec.structs.replace(event, **changes) if isinstance(event, ReceiveEnded) else event)
 
-    patch.setattr(TransferLedger, "record", carelessly)
+    patch.setattr(TransferLedger, "record", changed)
+
+
+def report_quarantined_blocks_as_free(patch: pytest.MonkeyPatch) -> None:
+    change_ends_of_loads(patch, quarantined=False)
 
 
 def never_lift_a_quarantine(patch: pytest.MonkeyPatch) -> None:
