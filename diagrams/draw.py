@@ -15,7 +15,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from statemachine import draining, introduction, lease, remote_engine
+from statemachine import draining, grant, introduction, lease, load, remote_engine
 from statemachine.kernel import Machine
 
 DIRECTORY = Path(__file__).parent
@@ -36,6 +36,8 @@ MACHINES: tuple[Machine[Any, Any], ...] = (
     lease.MACHINE,
     draining.MACHINE,
     introduction.MACHINE,
+    load.MACHINE,
+    grant.MACHINE,
 )
 
 

@@ -12,10 +12,14 @@ Imports neither trio, zmq, torch, nixl nor vllm (tests/unit/test_imports.py enfo
                    of these
     lease          machine: one lease, on one rank of P
     draining       machine: an engine that is to end, in its scheduler's process
+    load           machine: one request that may load KV, as the scheduler of its engine knows it
+    grant          machine: what that scheduler does with the blocks of one request when it ends
 
     remote_engine  core of a rank of D for one prefill engine: composes request, peer, hold and departure
     roster         core of a rank of D for all prefill engines that it knows
     lending        core of a rank of P: all of its leases
+    loads          core of an engine's scheduler: which requests may have blocks, and what is loaded for them
+    granting       core of an engine's scheduler: whose blocks are lent
     admission      core of whoever listens: what strangers may cost. It has a method for each event instead of `handle`,
                    because it is asked for every message that comes
 

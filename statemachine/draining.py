@@ -54,6 +54,15 @@ class Draining(msgspec.Struct, frozen=True, kw_only=True):
         """When even what was accepted before is not lent any more."""
         return self.ends_ns - self.lease_ns
 
+    @property
+    def accepts(self) -> bool:
+        """Whether prefills that come now will be lent."""
+        return self.state is State.SERVING
+
+    def grants(self, now_ns: int) -> bool:
+        """Whether those that were accepted before are lent if they finish now."""
+        return self.accepts or now_ns < self.stops_granting_ns
+
 
 class Asked(Event, frozen=True, kw_only=True):
     """Somebody wants the engine to end. `workers`: how many it has."""

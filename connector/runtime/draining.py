@@ -26,25 +26,12 @@ from connector.wire.bounded import DecodeFailed
 from connector.wire.control import encode_request
 from statemachine import draining as machine
 from statemachine.draining import Draining, State
+from statemachine.granting import LentCounts
 from statemachine.kernel import Event
 
 COUNT_SECONDS = 0.02
 TELL_SECONDS = 2.0
 """For one worker to answer that its decode engines are told."""
-
-
-class Lent(NamedTuple):
-    """What an engine lends, as its scheduler counts it.
-
-    Attributes:
-        lent: prefills that are lent, or were accepted before it drained and will be.
-        not_lent: those that it has answered without kv_transfer_params since, or will.
-        answering: requests whose answers it writes itself, and which draining does not wait for.
-    """
-
-    lent: int
-    not_lent: int
-    answering: int = 0
 
 
 class OwnWorker(NamedTuple):
@@ -79,7 +66,7 @@ class EngineDraining:
         clock: Clock,
         grace_ns: int,
         lease_ns: int,
-        count: Callable[[], Lent],
+        count: Callable[[], LentCounts],
         on_change: Callable[[Draining], None],
         say: Callable[[str], None],
         log_crash: Callable[[str, BaseException], None],

@@ -2,7 +2,6 @@
 
 connector_scheduler  what vLLM's scheduler asks of the connector, and what the worker is told each step
 pulls                what of a prompt is read from another engine
-load_order           in which order requests get blocks, where vLLM's own order would stand still
 lends                which requests' blocks are kept for another engine
 cache_groups         which blocks of a request travel, group by group
 far_ends             blocks that vLLM frees with the last token of a prompt, and that D needs

@@ -4,16 +4,10 @@ Everything here runs on the engine's scheduler thread between two forward passes
 appends commands. It makes no call to NIXL or ZMQ; the listener has a thread of its own (`listener_thread`).
 
     pulls        what of a prompt is read from another engine
-    load_order   who may have blocks now
     lends        whose blocks are kept for another engine
 
-Decode side. A request that names a prefill engine is in one of two collections, and then in none:
-
-    _waiting   known, not scheduled yet; the worker keeps its lease alive
-    _loading   its blocks are allocated and the worker reads into them; vLLM has parked it
-    neither    loaded, failed, or nothing had to be read; from here on it is an ordinary request
-
-On P a prompt that is read back goes the same way, before it is computed and lent.
+What becomes of a request that loads KV, and which requests may have blocks now, is decided in `statemachine/loads.py`,
+whose effects are carried out here. On P a prompt that is read back goes the same way, before it is computed and lent.
 
 Quarantine. A block that a READ may still write into must not be given to anybody. The worker reports it in the same
 step in which it reports the request as failed; taking a reference of our own on the block keeps it out of the free
@@ -23,9 +17,8 @@ list when vLLM frees the request, until the worker reports that the READ has end
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, assert_never
 
 import vllm
 from vllm import envs
@@ -59,13 +52,28 @@ from connector.scheduler.engine_figures import EngineFigures
 from connector.scheduler.kept_blocks import KeptBlocks
 from connector.scheduler.lends import Lends, wants_remote_decode
 from connector.scheduler.listener_thread import ListenerThread
-from connector.scheduler.load_order import LoadOrder
 from connector.scheduler.pulls import Pulls, WaitingPull
 from connector.scheduler.request_spans import request_spans
 from connector.staging import is_staged
 from connector.step_metadata import HandshakeMetadata, StepMetadata, WorkerReport
 from connector.versions import shown_version
 from statemachine.draining import State
+from statemachine.kernel import Event
+from statemachine.load import AbortLoad, NoteTaken, NoteWait, ReleaseUnread, StartLoad
+from statemachine.loads import (
+    Allocated,
+    Answer,
+    Asked,
+    Ended,
+    Heard,
+    LoadEffect,
+    LoadEnded,
+    Loads,
+    SayLoadsAgain,
+    SayNoLoads,
+    SayNoRoom,
+    StepScheduled,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -78,13 +86,6 @@ QUARANTINE_ASKED_NS = NS_PER_SECOND
 """How long after a step an idle engine makes another one to hear whether a quarantine has ended, if it is asked."""
 
 _log = get_logger()
-
-
-class _Loading(NamedTuple):
-    """When this engine first heard of a request, and when its blocks were allocated."""
-
-    heard_ns: int
-    began_ns: int
 
 
 class ConnectorScheduler:
@@ -117,9 +118,7 @@ class ConnectorScheduler:
         self._port: int = envs.VLLM_NIXL_SIDE_CHANNEL_PORT + parallel.data_parallel_index
         self._clock = clock
         self._life = life
-        # See the module's docstring. No request id is in both, and of each the one that began first is the first one.
-        self._waiting: dict[str, WaitingPull] = {}
-        self._loading: dict[str, _Loading] = {}
+        self._loads = Loads()
         self._is_staged = is_staged(vllm_config)
         # When the last step was scheduled.
         self._stepped_ns = clock.now_ns()
@@ -130,7 +129,12 @@ class ConnectorScheduler:
         self._listener: ListenerThread | None = None
         # After SIGTERM vLLM waits for so long, and then kills.
         shutdown_seconds = min(vllm_config.shutdown_timeout, options.drain_grace_seconds)
-        self._draining = SchedulerDraining(clock, lambda: self._listener, grace_ns=to_ns(shutdown_seconds))
+        self._draining = SchedulerDraining(
+            clock,
+            lambda: self._listener,
+            grace_ns=to_ns(shutdown_seconds),
+            lease_ns=to_ns(options.kv_lease_duration),
+        )
         self._cache_manager: KVCacheManager | None = None
         self._log_failure = FailureLog(self._engine_id, 0)
         self._event_log = EventLog(self._engine_id, 0, clock=clock, log_failure=self._log_failure)
@@ -138,9 +142,8 @@ class ConnectorScheduler:
         self._crashes = CrashCount()
         self._groups = CacheGroups(vllm_config, kv_cache_config)
         self._kept = KeptBlocks(_step_slots(vllm_config))
-        self._order = LoadOrder(self._kept, self._event_log)
         self._pulls = Pulls(vllm_config, self._groups, options, key_file, clock=clock, log_failure=self._log_failure)
-        told = PeerAddress(
+        advertised = PeerAddress(
             engine_id=self._engine_id,
             host=told_host(self._host),
             port=self._port,
@@ -153,13 +156,13 @@ class ConnectorScheduler:
             vllm_config,
             self._groups,
             options,
-            told,
+            advertised,
             key_file,
             clock=clock,
             life=life,
             draining=self._draining,
             kept=self._kept,
-            order=self._order,
+            loads=self._loads,
             figures=self._figures,
             tell=self._tell,
         )
@@ -178,7 +181,7 @@ class ConnectorScheduler:
             self._engine_id,
         )
         warn_of_insecurity(options, join_address(self._host, self._port))
-        if is_all_interfaces(told.host):
+        if is_all_interfaces(advertised.host):
             _log.warning(
                 "VLLM_NIXL_SIDE_CHANNEL_HOST is %s, and this machine has no route by which vLLM would find the address "
                 "to tell others: no other machine reaches this engine; set VLLM_HOST_IP, or that variable, to it",
@@ -190,16 +193,14 @@ class ConnectorScheduler:
     def on_new_request(self, request: Request) -> None:
         """Take note of a request that will read from another engine, and keep its lease alive from now on. Of one that
         will be lent, note when it came."""
-        self._lends.hear(request)
-        if wants_remote_decode(request):
-            pull = self._pulls.of_prefill(request)
-        else:
-            pull = self._pulls.of_decode(request)
-            if pull is None:
-                self._note_local_prefill(request)
+        for_decode = wants_remote_decode(request)
+        self._lends.arrive(request, for_decode=for_decode)
+        pull = self._pulls.of_prefill(request) if for_decode else self._pulls.of_decode(request)
         if pull is None:
+            if not for_decode:
+                self._note_local_prefill(request)
             return
-        self._waiting[request.request_id] = pull
+        self._follow(Heard(request_id=request.request_id, source=pull))
         if self._spans is not None:
             self._spans.hear(request)
         command = self._pulls.track(request.request_id, pull)
@@ -209,23 +210,24 @@ class ConnectorScheduler:
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many prompt tokens the other engine holds beyond the ones that this engine has cached.
 
-        None: ask again in the next step, after those that have to go first (`load_order`).
+        None: ask again in the next step, after those that have to go first (`statemachine/loads.py`).
         """
-        request_id = request.request_id
-        pull = self._waiting.get(request_id)
-        if not self._order.may_ask(request, num_computed_tokens if pull is None else pull.tokens):
+        pull: WaitingPull | None = None
+        count, loaded = 0, num_computed_tokens
+        if (load := self._loads.queued.get(request.request_id)) is not None:
+            pull = load.source
+            count, loaded = pull.tokens - num_computed_tokens, pull.tokens
+        asked = Asked(
+            request_id=request.request_id,
+            room=self._kept.room_for(request, loaded),
+            pays=pull is not None and count > 0 and self._tokens_to_compute(request, pull, count) >= pull.at_least,
+            num_tokens=request.num_tokens,
+        )
+        answer, effects = self._loads.ask(asked)
+        self._carry_out(effects)
+        if answer is Answer.LET_PASS:
             return None, False
-        if pull is None:
-            return 0, False
-        count = pull.tokens - num_computed_tokens
-        if count > 0 and self._order.begins_no_load:
-            # One whose parameters are bad is computed as well: nobody would be looked at behind it.
-            self._waiting[request_id] = replace(pull, computed_because=catalogue.NO_ROOM)
-            return 0, False
-        if count < 1 or self._tokens_to_compute(request, pull, count) < pull.at_least:
-            return 0, False
-        self._order.offer(request_id)
-        return count, True
+        return (count, True) if answer is Answer.LOAD else (0, False)
 
     def _tokens_to_compute(self, request: Request, pull: WaitingPull, count: int) -> int:
         """How many tokens of a prompt vLLM computes if none of the `count` that can be loaded is.
@@ -241,41 +243,21 @@ class ConnectorScheduler:
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Blocks were allocated: start the pull, or tell the engine that lends them that none is needed."""
-        request_id = request.request_id
-        self._order.leave(request_id)
-        pull = self._waiting.pop(request_id, None)
-        if pull is not None:
-            self._pulls.note_taken(pull)
-            if num_external_tokens > 0:
-                self._loading[request_id] = _Loading(pull.heard_ns, self._clock.now_ns())
-                self._tell(self._pulls.load(request_id, pull, blocks))
-                return  # it comes again when it has been loaded
-            if pull.computed_because is not None:
-                self._figures.note_local_prefill(pull.computed_because)
-            self._skip_load(request_id, pull)
-        self._lends.begin(request)
+        loads = num_external_tokens > 0
+        allocated = Allocated(request_id=request.request_id, loads=loads)
+        self._carry_out(self._loads.handle(allocated, self._clock.now_ns()), blocks)
+        if not loads:  # otherwise it comes again when it has been loaded
+            self._lends.schedule(request)
 
     def request_finished(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """The request has ended. Returns whether its blocks are kept, and what the client's answer carries."""
-        request_id = request.request_id
-        self._order.leave(request_id)
-        self._lends.end(request_id)
-        pull = self._waiting.pop(request_id, None)
-        if pull is not None:
-            self._pulls.note_taken(pull)
-            self._skip_load(request_id, pull)
-            return False, None
+        # Under the policy `fail` a load that has failed ends the request before its results come here.
+        has_failed = request.status == RequestStatus.FINISHED_ERROR
+        self._follow(Ended(request_id=request.request_id, has_failed=has_failed))
         if self._spans is not None:
-            self._spans.end(request_id)
-        loading = self._loading.pop(request_id, None)
-        if loading is not None:
-            if request.status == RequestStatus.FINISHED_ERROR:
-                # Under the policy `fail`, before the results come here.
-                self._note_wait(loading.heard_ns, is_loaded=False)
-            self._tell(AbortPull(request_id=request_id))
-            return False, None
+            self._spans.end(request.request_id)
         answer = self._lends.finish(request, block_ids)
         return answer is not None, answer
 
@@ -289,10 +271,10 @@ class ConnectorScheduler:
             self._local_prefills, self._local_prefills_named = 0, []
         commands, self._commands = self._commands, []
         self._stepped_ns = self._clock.now_ns()
+        if self._loads.has_to_step:
+            self._follow(StepScheduled(is_kept=not self._kept.is_none))
         lends = self._lends
-        if self._order.has_to_step:
-            self._order.step()
-        if lends.computing:
+        if lends.prompts:
             lends.follow(output)
         if self._spans is not None:
             self._spans.step()
@@ -302,15 +284,10 @@ class ConnectorScheduler:
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """The worker's results, before vLLM frees anything because of them."""
         failed = output.failed_recving or set()
-        self._order.fail(self._loading.keys() & failed)
         for request_id in output.finished_recving or ():
-            loading = self._loading.pop(request_id, None)
-            if loading is not None:
-                self._note_wait(loading.heard_ns, is_loaded=request_id not in failed)
-        for request_id in output.finished_sending or ():
-            self._lends.free(request_id)
-        self._figures.end_leases(output.finished_sending or ())
-        self._kept.end(output.finished_sending or ())
+            self._follow(LoadEnded(request_id=request_id, has_failed=request_id in failed))
+        if output.finished_sending:
+            self._lends.end_leases(output.finished_sending)
         report = output.kv_connector_worker_meta
         if self._spans is not None:
             pulls = report.pulls if isinstance(report, WorkerReport) else ()
@@ -325,18 +302,21 @@ class ConnectorScheduler:
         """Figures since the last step; None: nothing has changed. Never raises: a figure is not worth a step."""
         try:
             listener, draining = self._listener, State.SERVING
-            if self._draining.is_asked or (listener is not None and listener.draining.state is not State.SERVING):
+            if self._draining.sigterm is not None or (
+                listener is not None and listener.draining.state is not State.SERVING
+            ):
                 draining = self._draining.show()  # not asked while it serves: this is done with every step
             if listener is not None:
                 self._figures.count_on(listener.totals)
+            queued, loading = self._loads.queued, self._loads.loading
             return self._figures.take(
-                len(self._waiting),
+                len(queued),
                 len(self._lends.computing),
                 draining,
                 is_up=self._lends.stopped is None,
                 quarantined_blocks=self._kept.quarantined,
-                queued_since_ns=next(iter(self._waiting.values())).heard_ns if self._waiting else None,
-                loading_since_ns=next(iter(self._loading.values())).began_ns if self._loading else None,
+                queued_since_ns=next(iter(queued.values())).heard_ns if queued else None,
+                loading_since_ns=next(iter(loading.values())).began_ns if loading else None,
             )
         except Exception as error:
             self._crashes.note("figures of the engine", error)
@@ -387,7 +367,7 @@ class ConnectorScheduler:
                 clock=self._clock,
                 grace_ns=to_ns(self._options.drain_grace_seconds),
                 lease_ns=to_ns(self._options.kv_lease_duration),
-                count=self._lends.count,
+                count=self._lends.counts,
             )
             self._listener.start()
             self._draining.catch_sigterm()
@@ -447,11 +427,41 @@ class ConnectorScheduler:
             self._lends.stop(reason)
             act_on(self._options, reason)
 
-    def _note_wait(self, heard_ns: int, *, is_loaded: bool) -> None:
-        self._figures.note_wait((self._clock.now_ns() - heard_ns) / NS_PER_SECOND, is_loaded=is_loaded)
+    def _follow(self, event: Event) -> None:
+        self._carry_out(self._loads.handle(event, self._clock.now_ns()))
 
-    def _skip_load(self, request_id: str, pull: WaitingPull) -> None:
+    def _carry_out(self, effects: Iterable[LoadEffect], blocks: KVCacheBlocks | None = None) -> None:
+        """`blocks`: that were allocated."""
+        for effect in effects:
+            match effect:
+                case StartLoad(request_id=request_id, source=pull):
+                    assert blocks is not None
+                    self._tell(self._pulls.load(request_id, pull, blocks))
+                case ReleaseUnread():
+                    self._release_unread(effect)
+                case AbortLoad(request_id=request_id):
+                    self._tell(AbortPull(request_id=request_id))
+                case NoteWait(heard_ns=heard_ns, is_loaded=is_loaded):
+                    waited_seconds = (self._clock.now_ns() - heard_ns) / NS_PER_SECOND
+                    self._figures.note_wait(waited_seconds, is_loaded=is_loaded)
+                case NoteTaken(source=pull):
+                    self._pulls.note_taken(pull)
+                case SayNoRoom(request_id=request_id, num_tokens=num_tokens):
+                    kept = self._kept
+                    self._event_log.finds_no_room(f"request {request_id}", num_tokens, kept.quarantined, kept.lent_back)
+                case SayNoLoads(request_id=request_id):
+                    self._event_log.loads_nothing(f"request {request_id}")
+                case SayLoadsAgain():
+                    self._event_log.loads_again()
+                case _:
+                    assert_never(effect)
+
+    def _release_unread(self, release: ReleaseUnread) -> None:
         """Nothing is read: the engine that lends may free its blocks now."""
+        request_id, pull = release.request_id, release.source
+        because = catalogue.NO_ROOM if release.was_held_up else pull.computed_because
+        if release.is_computed and because is not None:
+            self._figures.note_local_prefill(because)
         command = self._pulls.skip(request_id, pull)
         if command is not None:
             self._tell(command)

@@ -1,9 +1,8 @@
 """The scheduler's part in ending a prefill engine without a request noticing.
 
 An engine drains when `nixl-actor drain` or SIGTERM asks for it. `SchedulerDraining` hears of both (of SIGTERM before
-vLLM does, if `--shutdown-timeout` leaves time). It says which prefills are still lent: those that were accepted before,
-but not in the last `kv_lease_duration` of the grace period. And it keeps vLLM's loop going until the engine has drained
-and the metrics have shown it.
+vLLM does, if `--shutdown-timeout` leaves time), and keeps vLLM's loop going until the engine has drained and the
+metrics have shown it. Which prefills are still lent then is in `statemachine/grant.py`.
 
 It is needed because vLLM tells a connector nothing of its end: an engine that lends would keep vLLM from ending until
 vLLM kills it, and would go on lending meanwhile. What vLLM does, and the other parts, are in docs/architecture.md,
@@ -20,7 +19,7 @@ from typing import Any
 
 from connector.clock import NS_PER_SECOND, Clock
 from connector.scheduler.listener_thread import ListenerThread
-from statemachine.draining import State
+from statemachine.draining import MACHINE, Asked, Draining, State
 
 SIGTERM_CAUSE = "SIGTERM"
 SHOWN_LATE_NS = 5 * NS_PER_SECOND
@@ -33,53 +32,43 @@ class SchedulerDraining:
     Args:
         listener: whose `draining` says how far the engine has come; None: it serves nobody yet, or no more.
         grace_ns: of the grace period after SIGTERM; 0: vLLM leaves none, so the signal is not caught.
+        lease_ns: how long a lease lasts that nobody renews.
     """
 
-    def __init__(self, clock: Clock, listener: Callable[[], ListenerThread | None], *, grace_ns: int) -> None:
+    def __init__(
+        self, clock: Clock, listener: Callable[[], ListenerThread | None], *, grace_ns: int, lease_ns: int
+    ) -> None:
         self._clock = clock
         self._listener = listener
         self._grace_ns = grace_ns
-        self.is_asked = False
-        """SIGTERM has come; the machine hears of it a little later, in the listener's thread."""
-        self._asked_ns = 0
+        self._serving = Draining(lease_ns=lease_ns)
+        self.sigterm: Asked | None = None
+        """It has come. The listener's thread hears of it a little later."""
         self._former_handler: Callable[[int, FrameType | None], Any] | None = None
         # The state that the metrics have shown.
         self._shown = State.SERVING
 
     @property
-    def state(self) -> State:
+    def value(self) -> Draining:
+        """Whether the engine is to end, and how far it has come."""
         listener = self._listener()
-        state = listener.draining.state if listener is not None else State.SERVING
-        return State.DRAINING if state is State.SERVING and self.is_asked else state
-
-    @property
-    def accepts(self) -> bool:
-        """Whether prefills that come now will be lent."""
-        return self.state is State.SERVING
-
-    @property
-    def grants(self) -> bool:
-        """Whether those that were accepted are lent when they finish now."""
-        listener = self._listener()
-        if self.accepts:
-            return True
-        if listener is None or listener.draining.state is State.SERVING:
-            return listener is not None  # SIGTERM came in this moment
-        return self._clock.now_ns() < listener.draining.stops_granting_ns
+        value = self._serving if listener is None else listener.draining
+        return value if self.sigterm is None else MACHINE.step(value, self.sigterm)[0]
 
     def show(self) -> State:
         """The state, which is being shown in the metrics."""
-        self._shown = self.state
+        self._shown = self.value.state
         return self._shown
 
     @property
     def keeps_stepping(self) -> bool:
         """Whether vLLM has to go on although it has nothing to do."""
-        listener, state = self._listener(), self.state
-        if listener is None or listener.is_dead or state is State.SERVING or state is self._shown is State.DRAINED:
+        listener, value = self._listener(), self.value
+        if listener is None or listener.is_dead or value.state is State.SERVING:
             return False
-        ends_ns = max(listener.draining.ends_ns, self._asked_ns + self._grace_ns if self.is_asked else 0)
-        return self._clock.now_ns() < ends_ns + SHOWN_LATE_NS
+        if value.state is self._shown is State.DRAINED:
+            return False
+        return self._clock.now_ns() < value.ends_ns + SHOWN_LATE_NS
 
     # --- SIGTERM ----------------------------------------------------------------------------------------------------
 
@@ -104,8 +93,9 @@ class SchedulerDraining:
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         listener = self._listener()
-        if listener is not None and not self.is_asked:
-            self._asked_ns, self.is_asked = self._clock.now_ns(), True
+        if listener is not None and self.sigterm is None:
+            now_ns = self._clock.now_ns()
+            self.sigterm = Asked(now_ns=now_ns, cause=SIGTERM_CAUSE, grace_ns=self._grace_ns, workers=0)
             listener.drain(SIGTERM_CAUSE, self._grace_ns)
         if self._former_handler is not None:
             self._former_handler(number, frame)

@@ -52,11 +52,6 @@ class EngineFigures:
         # whether it is up, blocks in quarantine, ages.
         self._shown = (0, 0, State.SERVING, True, 0, 0, 0, 0)
 
-    @property
-    def leases_held(self) -> int:
-        """Those whose blocks vLLM has not freed."""
-        return len(self._lent)
-
     def note_pool(self, blocks: int) -> None:
         """So many blocks the engine has for KV."""
         self._kv_blocks, self._has_news = blocks, True

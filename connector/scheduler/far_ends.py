@@ -14,7 +14,7 @@ what has been processed, so until that the block is one of the request's own, wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from connector.scheduler.cache_groups import NULL_BLOCK_ID, TransferGroup
@@ -34,8 +34,7 @@ class FarEnds:
     def __init__(self, groups: Sequence[TransferGroup]) -> None:
         self._groups = [group for group in groups if group.keeps.window is not None]
         self._pool: BlockPool | None = None
-        # Requests that are computed, by id, and what is held of them and of those that are lent, by cache group.
-        self._computed: dict[str, Request] = {}
+        # Of requests that are computed or lent, by id and cache group.
         self._held: dict[str, dict[int, int]] = {}
 
     @property
@@ -47,32 +46,27 @@ class FarEnds:
         """The pool of the engine's blocks."""
         self._pool = pool
 
-    def expect(self, request: Request) -> None:
-        """It is computed for another engine from now on."""
-        if self._groups:
-            self._computed[request.request_id] = request
-
-    def follow(self, output: SchedulerOutput) -> None:
-        """A step is scheduled, and its tokens are not counted in any request yet."""
+    def follow(self, output: SchedulerOutput, prompts: Mapping[str, Request]) -> None:
+        """A step is scheduled, and its tokens are not counted in any request yet. `prompts`: what is computed for other
+        engines."""
+        if not self._groups:
+            return
         for request_id in output.preempted_req_ids or ():
-            if request_id in self._computed:
-                self._free(request_id)
-        for request_id, request in self._computed.items():
+            self._free(request_id)
+        for request_id, request in prompts.items():
             scheduled = output.num_scheduled_tokens.get(request_id, 0)
             if scheduled and request.num_computed_tokens + scheduled == request.num_prompt_tokens:
                 self._hold(request, output)
 
-    def lend(self, request_id: str, num_tokens: int) -> dict[int, int]:
+    def lend(self, request: Request, num_tokens: int) -> dict[int, int]:
         """The request has ended, and is lent when so many of its tokens are computed: what is held of it from now on,
         block ids by cache group."""
-        request = self._computed.pop(request_id, None)
-        if request is None or request.num_prompt_tokens != num_tokens:
-            self._free(request_id)
-        return self._held.get(request_id, {})
+        if request.num_prompt_tokens != num_tokens:
+            self._free(request.request_id)
+        return self._held.get(request.request_id, {})
 
     def let_go(self, request_id: str) -> None:
         """Its lease has ended, or it has ended without one."""
-        self._computed.pop(request_id, None)
         self._free(request_id)
 
     def _hold(self, request: Request, output: SchedulerOutput) -> None:

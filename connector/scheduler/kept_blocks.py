@@ -5,9 +5,10 @@
 
 vLLM takes for granted that what a request misses comes back when others end. One that needs more blocks than are left
 beside these waits for none of the others, and everybody behind it would wait with it: such a request is passed over
-until they are back (`load_order`). How many it needs is what vLLM itself asks for before it admits a request: windows
-and states have bounds of their own, and what it finds in the prefix cache is there already. Where steps speculate, vLLM
-begins no load without room for one of them beside it, and computes no prompt without slots for drafts behind it.
+until they are back (`statemachine/loads.py`). How many it needs is what vLLM itself asks for before it admits a
+request: windows and states have bounds of their own, and what it finds in the prefix cache is there already. Where
+steps speculate, vLLM begins no load without room for one of them beside it, and computes no prompt without slots for
+drafts behind it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from connector.scheduler.cache_groups import NULL_BLOCK_ID
+from statemachine.loads import Room
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -93,46 +95,48 @@ class KeptBlocks:
             for request_id in request_ids:
                 _take_off(self._kept, self._of_answer.pop(request_id, ()))
 
-    def leave_room(self, request: Request, loaded: int) -> bool:
-        """Whether a request fits into what is left, if all that is not kept comes back. `loaded`: of how many of its
-        tokens the KV may be loaded or found here."""
-        return self.is_none or self._fits(request, loaded, self._kept)
+    def room_for(self, request: Request, loaded: int) -> Room:
+        """Whether a request fits into what is left, once all that is not kept has come back. `loaded`: of how many of
+        its tokens the KV may be loaded or found here."""
+        if self.is_none:
+            return Room.ENOUGH
+        assert self._manager is not None
+        asked, held = _needed(self._manager, request, loaded)
+        if self._fits(asked, held, self._kept):
+            return Room.ENOUGH
+        return Room.TAKEN_BY_LENT_BACK if self._fits(asked, held, self._quarantined) else Room.LACKING
 
-    def would_leave_room(self, request: Request, loaded: int) -> bool:
-        """Whether it would fit if nothing were lent back."""
-        return self._fits(request, loaded, self._quarantined)
-
-    def _fits(self, request: Request, loaded: int, kept: Collection[int]) -> bool:
+    def _fits(self, asked: int, held: Sequence[int], kept: Collection[int]) -> bool:
         assert self._manager is not None
         blocks: int = self._manager.block_pool.num_gpu_blocks
-        needed = self._needed(self._manager, request, loaded, kept)
+        needed = asked + sum(block_id not in kept for block_id in held)
         # vLLM asks for more than there are where a request has to wait for a step, whatever is kept.
         if needed > blocks:
             return True
         return needed + self._for_a_step + len(kept) <= blocks - 1  # without the null block
 
-    @staticmethod
-    def _needed(manager: KVCacheManager, request: Request, loaded: int, kept: Collection[int]) -> int:
-        """Blocks that are not kept. Those of its prefix that other requests hold take their place, too."""
-        blocks, found, _ = manager.get_computed_blocks(request)
-        tokens = min(request.num_tokens, manager.max_model_len)
-        asked = min(
-            manager.coordinator.get_num_blocks_to_allocate(
-                request_id=request.request_id,
-                num_tokens=tokens,
-                new_computed_blocks=blocks.blocks,
-                num_encoder_tokens=0,
-                total_computed_tokens=computed,
-                num_local_computed_tokens=found,
-                num_tokens_main_model=tokens,
-                apply_admission_cap=True,
-                prefill_end=max(request.num_prompt_tokens, request.num_tokens - 1),
-            )
-            for computed in {found, max(found, loaded)}
+
+def _needed(manager: KVCacheManager, request: Request, loaded: int) -> tuple[int, list[int]]:
+    """How many blocks a request asks the pool for; and those of its prefix that are not in the pool, because other
+    requests hold them or they are kept: they take their place, too."""
+    blocks, found, _ = manager.get_computed_blocks(request)
+    tokens = min(request.num_tokens, manager.max_model_len)
+    asked = min(
+        manager.coordinator.get_num_blocks_to_allocate(
+            request_id=request.request_id,
+            num_tokens=tokens,
+            new_computed_blocks=blocks.blocks,
+            num_encoder_tokens=0,
+            total_computed_tokens=computed,
+            num_local_computed_tokens=found,
+            num_tokens_main_model=tokens,
+            apply_admission_cap=True,
+            prefill_end=max(request.num_prompt_tokens, request.num_tokens - 1),
         )
-        prefix = {block.block_id: block for table in blocks.blocks for block in table if not block.is_null}
-        held = [number for number, block in prefix.items() if block.ref_cnt > 0 and number not in kept]
-        return int(asked) + len(held)
+        for computed in {found, max(found, loaded)}
+    )
+    prefix = {block.block_id: block for table in blocks.blocks for block in table if not block.is_null}
+    return int(asked), [number for number, block in prefix.items() if block.ref_cnt > 0]
 
 
 def _take_off(counts: Counter[int], block_ids: Iterable[int]) -> None:

@@ -17,12 +17,13 @@ from connector.observe.log import log_crash as log_actor_crash
 from connector.ports.gate import ANYBODY, Access
 from connector.ports.side_channel import PortUnavailable, SideChannelError
 from connector.ports.zmq_bridge import ZmqSideChannel
-from connector.runtime.draining import EngineDraining, Lent, OwnWorker
+from connector.runtime.draining import EngineDraining, OwnWorker
 from connector.runtime.listener import HandshakeListener
 from connector.runtime.thread import ActorThread
 from connector.step_metadata import HandshakeMetadata
 from connector.wire.handshake import encode_payload
 from statemachine.draining import Draining, State
+from statemachine.granting import LentCounts
 
 STOP_TIMEOUT_SECONDS = 5.0
 
@@ -52,7 +53,7 @@ class ListenerThread:
         clock: Clock,
         grace_ns: int,
         lease_ns: int,
-        count: Callable[[], Lent],
+        count: Callable[[], LentCounts],
         look_again: Callable[[], None] | None = None,
         access: Access = ANYBODY,
         workers_access: Access = ANYBODY,

@@ -25,7 +25,6 @@ been.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -53,6 +52,7 @@ from connector.wire.params import (
 )
 from statemachine.failures import ADVICE_FOLLOWS, BadParams, ParamsFailure, WrongPrompt
 from statemachine.lease import LeaseName
+from statemachine.remembered import Remembered
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -111,8 +111,9 @@ class Pulls:
         self._numbers_media = numbers_media(vllm_config)
         self._clock = clock
         self._log_failure = log_failure
-        # The leases of which requests here have got what they wanted, or begun to, oldest first; at most TAKEN_MAX.
-        self._taken: OrderedDict[tuple[str, LeaseName], None] = OrderedDict()
+        # The leases of which requests here have got what they wanted, oldest first; at most TAKEN_MAX. Not those that
+        # are being read: another sample of such a prompt reads them too.
+        self._taken = Remembered(TAKEN_MAX)
         # Prompts whose parameters name the blocks of an answer, and no lease.
         self._numberless = 0
 
@@ -204,11 +205,9 @@ class Pulls:
         return None
 
     def note_taken(self, pull: WaitingPull) -> None:
-        """D: a request has got what it wants of these blocks, or begins to."""
+        """D: a request has got what it wanted of these blocks, or wants nothing of them any more."""
         if isinstance(pull.remote, RemotePrefill):
-            self._taken[_lease_key(pull.remote)] = None
-            if len(self._taken) > TAKEN_MAX:
-                self._taken.popitem(last=False)
+            self._taken.add(_lease_key(pull.remote))
 
     # --- parameters -------------------------------------------------------------------------------------------------
 
@@ -366,9 +365,9 @@ def _lease(remote: RemotePrefill) -> LeaseName:
     return LeaseName(remote.request_id, remote.lease_number or 0)
 
 
-def _lease_key(remote: RemotePrefill) -> tuple[str, LeaseName]:
+def _lease_key(remote: RemotePrefill) -> str:
     """Unique across engines."""
-    return remote.engine_id, _lease(remote)
+    return f"{remote.lease_number}\n{remote.engine_id}\n{remote.request_id}"
 
 
 def _address(remote: RemotePrefill) -> PeerAddress:

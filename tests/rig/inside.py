@@ -53,7 +53,7 @@ class Inside:
             descriptor_lists=counts.descriptor_lists,
             reads=counts.reads,
             peer_actors=len(actors),
-            pulls=len(lender._waiting) + len(lender._loading),
+            pulls=len(lender._loads._loads),
             prefills=len(lender._lends.computing),
             receives=len(worker.ledger._open_receives),
             sends=len(worker.ledger._open_sends),

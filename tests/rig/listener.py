@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from connector.clock import BootClock, to_ns
-from connector.runtime.draining import Lent
 from connector.scheduler.listener_thread import ListenerThread
 from connector.step_metadata import HandshakeMetadata
+from statemachine.granting import LentCounts
 from tests.rig.facts import LEAVE_SECRET, facts
 
 
@@ -27,5 +27,5 @@ def make_listener_thread(
     **others: Any,
 ) -> ListenerThread:
     """Not started. `others`: of `ListenerThread`."""
-    usual = {"clock": BootClock(), "grace_ns": to_ns(60), "lease_ns": to_ns(30), "count": lambda: Lent(0, 0)}
+    usual = {"clock": BootClock(), "grace_ns": to_ns(60), "lease_ns": to_ns(30), "count": lambda: LentCounts(0, 0)}
     return ListenerThread(host, port, ranks, life, on_death, **usual | others)

@@ -35,7 +35,7 @@ from connector.protocol import (
     WorkerEvent,
     WorkerStopped,
 )
-from connector.runtime.draining import EngineDraining, Lent, OwnWorker
+from connector.runtime.draining import EngineDraining, OwnWorker
 from connector.runtime.figures import Figures
 from connector.runtime.listener import HandshakeListener
 from connector.runtime.recorder import Recorder
@@ -48,6 +48,7 @@ from connector.wire.inspection import EngineFacts
 from connector.worker.step_fence import StepFence
 from statemachine.draining import State
 from statemachine.failures import Failure
+from statemachine.granting import LentCounts
 from statemachine.trace import TransitionRecord
 from tests.rig import sums
 from tests.rig.facts import LEAVE_SECRET, payload_of
@@ -459,7 +460,7 @@ class Process:
                 clock=self.listener_clock,
                 grace_ns=to_ns(GRACE_LEASES * around.options.kv_lease_duration),
                 lease_ns=to_ns(around.options.kv_lease_duration),
-                count=lambda: Lent(engine.lent_prefills, 0),
+                count=lambda: LentCounts(engine.lent_prefills, 0),
                 on_change=lambda value: None,
                 say=lambda line: None,
                 log_crash=lambda task, error: around.oracles.crash(engine.name, task, error),

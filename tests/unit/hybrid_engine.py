@@ -288,7 +288,7 @@ class HybridEngine:
     @property
     def loading(self) -> set[str]:
         """Requests that the worker is told to load, and of which vLLM has heard nothing yet."""
-        names: set[str] = set(self.scheduler.connector._scheduler._loading)
+        names: set[str] = set(self.scheduler.connector._scheduler._loads.loading)
         return names
 
     def pull_of(self, name: str) -> StartPull:

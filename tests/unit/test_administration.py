@@ -18,9 +18,9 @@ from connector.observe import administration
 from connector.observe.asking import Address
 from connector.observe.cli.main import app
 from connector.observe.live import Question, survey
-from connector.runtime.draining import Lent
 from connector.wire.handshake import encode_payload, encode_reply
 from connector.wire.metadata import encode_agent_metadata
+from statemachine.granting import LentCounts
 from tests.rig.facts import facts
 from tests.rig.listener import make_listener_thread, one_rank
 from tests.rig.name_server import name_server
@@ -75,7 +75,7 @@ def test_a_name_server_that_hangs_keeps_nobody_from_an_answer(monkeypatch: pytes
 
 @contextmanager
 def engines(
-    *places: tuple[str, int], count: Callable[[], Lent] = lambda: Lent(0, 0), grace_seconds: float = 60.0
+    *places: tuple[str, int], count: Callable[[], LentCounts] = lambda: LentCounts(0, 0), grace_seconds: float = 60.0
 ) -> Iterator[None]:
     """Their listeners, and no worker: who could not be told that the engine drains is not waited for."""
     with ExitStack() as stack:
@@ -111,7 +111,7 @@ def test_one_that_does_not_answer_keeps_no_other_from_draining() -> None:
 
 def test_one_whose_grace_period_ends_with_something_lent_is_said_by_the_status() -> None:
     port = free_port()
-    with engines(("127.0.0.1", port), count=lambda: Lent(2, 0), grace_seconds=0.2):
+    with engines(("127.0.0.1", port), count=lambda: LentCounts(2, 0), grace_seconds=0.2):
         answer = CliRunner().invoke(app, ["drain", f"127.0.0.1:{port}"])
     assert answer.exit_code == 1
     assert "2 prefill(s) are still lent, and the grace period is over" in answer.output
@@ -121,7 +121,7 @@ def test_one_whose_grace_period_ends_with_something_lent_is_said_by_the_status()
 def test_an_engine_that_still_answers_clients_is_not_said_to_be_at_its_end(answering: int) -> None:
     """A decode engine, or one of both roles: draining does not wait for its own requests."""
     port = free_port()
-    with engines(("127.0.0.1", port), count=lambda: Lent(0, 0, answering)):
+    with engines(("127.0.0.1", port), count=lambda: LentCounts(0, 0, answering)):
         answer = CliRunner().invoke(app, ["drain", f"127.0.0.1:{port}"])
     assert answer.exit_code == 0
     (line,) = [each for each in answer.output.splitlines() if each.startswith("drained after")]
@@ -135,9 +135,9 @@ def test_a_name_of_several_engines_is_refused_and_changes_nothing(command: str) 
     places = ["127.0.0.1:1"] * (command == "meet")
     asked: list[None] = []
 
-    def count() -> Lent:
+    def count() -> LentCounts:
         asked.append(None)
-        return Lent(0, 0)
+        return LentCounts(0, 0)
 
     with name_server(), engines(*((host, port) for host in HOSTS), count=count):
         answer = CliRunner().invoke(app, [command, f"several:{port}", *places])

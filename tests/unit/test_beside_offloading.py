@@ -243,8 +243,7 @@ class Decode:
             for each in self.scheduler.connector._connectors  # type: ignore[union-attr]
             if hasattr(each, "_scheduler")
         ]
-        assert not ours._waiting
-        assert not ours._loading
+        assert not ours._loads._loads
         assert not self.ledger.is_open
         assert not self.scheduler.requests
         assert self._free_blocks() == self._free

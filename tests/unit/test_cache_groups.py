@@ -27,10 +27,12 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
+from connector.clock import NS_PER_SECOND
 from connector.protocol import GroupPull, StartPull
 from connector.scheduler.cache_groups import NULL_BLOCK_ID, has_windows_of_other_blocks
 from connector.step_metadata import WorkerReport
 from connector.wire.params import RemotePrefill
+from statemachine import draining
 from tests.unit.hybrid_engine import (
     BLOCK_TOKENS,
     MAX_MODEL_TOKENS,
@@ -500,7 +502,8 @@ def test_what_p_will_not_lend_it_computes_whole(monkeypatch: pytest.MonkeyPatch,
         report = WorkerReport(stopped="its actors died")
         connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))
     else:
-        monkeypatch.setattr(connector._scheduler._draining, "is_asked", True)
+        sigterm = draining.Asked(now_ns=0, cause="SIGTERM", grace_ns=NS_PER_SECOND, workers=0)
+        monkeypatch.setattr(connector._scheduler._draining, "sigterm", sigterm)
     request = prefill.submit("a", tokens_of(40), REMOTE_DECODE, max_tokens=9)
     assert (request.num_prompt_tokens, request.max_tokens) == (40, 9)
 

@@ -37,6 +37,7 @@ from connector.wire.bounded import NUMBER_MAX
 from statemachine import draining
 from statemachine.draining import Draining, State
 from statemachine.failures import Failure
+from statemachine.load import State as LoadState
 from tests.unit.hybrid_engine import HybridEngine, full
 from tests.unit.log_lines import listening
 
@@ -153,14 +154,19 @@ def lent() -> dict[str, Any]:
     return params
 
 
+def loads_of(engine: HybridEngine) -> dict[str, LoadState]:
+    """Of the requests that are not over."""
+    return {request_id: load.state for request_id, load in side(engine)._loads._loads.items()}
+
+
 def test_a_pull_waits_then_loads_and_then_is_an_ordinary_request() -> None:
     decode, params = HybridEngine([full()]), lent()
     decode.submit("a", TOKENS, params, max_tokens=3)
-    assert (set(side(decode)._waiting), set(side(decode)._loading)) == ({"a"}, set())
+    assert loads_of(decode) == {"a": LoadState.QUEUED}
     decode.step()
-    assert (side(decode)._waiting, set(side(decode)._loading)) == ({}, {"a"})
+    assert loads_of(decode) == {"a": LoadState.LOADING}
     decode.loaded("a")
-    assert (side(decode)._waiting, set(side(decode)._loading)) == ({}, set())
+    assert loads_of(decode) == {}
     for _ in range(4):
         decode.step()
     assert decode.finished["a"] == "length"
@@ -179,7 +185,7 @@ def test_a_pull_that_is_aborted_leaves_nothing_behind(steps: int, expected: list
     decode.step()
     assert of_type(decode, StartPull, AbortPull) == expected
     assert decode.pull_of("a").awaited is bool(steps)
-    assert (side(decode)._waiting, set(side(decode)._loading)) == ({}, set())
+    assert loads_of(decode) == {}
 
 
 def test_bad_parameters_park_the_request_like_good_ones() -> None:
@@ -187,10 +193,10 @@ def test_bad_parameters_park_the_request_like_good_ones() -> None:
     decode.submit("a", TOKENS, {**params, "remote_port": 0})
     decode.step()
     assert decode.rejection_of("a").failure.field == "remote_port"
-    assert set(side(decode)._loading) == {"a"}
+    assert loads_of(decode) == {"a": LoadState.LOADING}
     decode.step(KVConnectorOutput(finished_recving={"a"}, failed_recving={"a"}))
     assert decode.finished["a"] == "error"
-    assert (side(decode)._waiting, set(side(decode)._loading)) == ({}, set())
+    assert loads_of(decode) == {}
 
 
 def test_a_rejected_pull_that_is_aborted_is_logged_with_its_age(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,7 +400,7 @@ def test_a_prefill_that_comes_while_the_engine_drains_is_answered_without_parame
     assert "a" not in engine.params
     assert of_type(engine, LeaseComputing, LeaseGranted, LeaseWithdrawn) == []
     assert free_blocks(engine) == free_before
-    assert side(engine)._lends.count() == (0, 1, 0)
+    assert side(engine)._lends.counts() == (0, 1, 0)
 
 
 @pytest.mark.parametrize("name", ["a" * 513, "caf\xc3\x89"], ids=["too long", "UTF-8 in a header"])
@@ -412,7 +418,7 @@ def test_a_prefill_whose_id_no_engine_takes_is_answered_without_parameters(
     assert name not in engine.params
     assert of_type(engine, LeaseComputing, LeaseGranted, LeaseWithdrawn) == []
     assert free_blocks(engine) == free_before
-    assert side(engine)._lends.count() == (0, 0, 0), "it counts for no drain"
+    assert side(engine)._lends.counts() == (0, 0, 0), "it counts for no drain"
     (line,) = [each for each in caplog.messages if "X-Request-Id" in each]
     assert "answered without kv_transfer_params" in line
 
@@ -425,14 +431,14 @@ def test_a_prefill_that_was_accepted_before_is_lent(steps: int) -> None:
     for _ in range(steps):
         engine.step()
     drain(engine)
-    assert side(engine)._lends.count() == (1, 0, 0)
+    assert side(engine)._lends.counts() == (1, 0, 0)
     for _ in range(4):
         engine.step()
     assert engine.params["a"]["remote_request_id"] == "a"
     assert of_type(engine, LeaseComputing, LeaseGranted, LeaseWithdrawn) == [LeaseComputing, LeaseGranted]
-    assert side(engine)._lends.count() == (1, 0, 0), "until vLLM has freed its blocks"
+    assert side(engine)._lends.counts() == (1, 0, 0), "until vLLM has freed its blocks"
     engine.step(KVConnectorOutput(finished_sending={"a"}))
-    assert side(engine)._lends.count() == (0, 0, 0)
+    assert side(engine)._lends.counts() == (0, 0, 0)
 
 
 def test_a_prefill_that_is_being_lent_is_counted_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,13 +447,13 @@ def test_a_prefill_that_is_being_lent_is_counted_all_the_time(monkeypatch: pytes
     seen = []
 
     def digests(*args: Any) -> Any:
-        seen.append(side(engine)._lends.count().lent)
+        seen.append(side(engine)._lends.counts().lent)
         return prompt_digests(*args)
 
     monkeypatch.setattr("connector.scheduler.lends.prompt_digests", digests)
     engine.prefill("a", TOKENS)
     assert seen == [1]
-    assert side(engine)._lends.count() == (1, 0, 0)
+    assert side(engine)._lends.counts() == (1, 0, 0)
 
 
 def test_requests_whose_answers_the_engine_writes_are_counted_until_they_end() -> None:
@@ -456,13 +462,13 @@ def test_requests_whose_answers_the_engine_writes_are_counted_until_they_end() -
     engine.submit("answered", TOKENS, None, max_tokens=2)
     engine.submit("aborted in the queue", TOKENS, None)
     engine.submit("lent", TOKENS, REMOTE_DECODE)
-    assert side(engine)._lends.count() == (1, 0, 2)
+    assert side(engine)._lends.counts() == (1, 0, 2)
     engine.scheduler.finish_requests("aborted in the queue", RequestStatus.FINISHED_ABORTED)
-    assert side(engine)._lends.count().answering == 1
+    assert side(engine)._lends.counts().answering == 1
     for _ in range(2):
         engine.step()
     assert engine.finished["answered"] == "length"
-    assert side(engine)._lends.count() == (1, 0, 0)
+    assert side(engine)._lends.counts() == (1, 0, 0)
 
 
 def test_an_answer_that_would_be_lent_back_is_waited_for_no_more_than_others() -> None:
@@ -475,12 +481,12 @@ def test_an_answer_that_would_be_lent_back_is_waited_for_no_more_than_others() -
     decode.step()
     drain(decode)
     assert "a" in side(decode)._lends.computing, "it is computed"
-    assert side(decode)._lends.count() == (0, 0, 1)
+    assert side(decode)._lends.counts() == (0, 0, 1)
     for _ in range(5):
         decode.step()
     assert decode.finished["a"] == "length"
     assert "a" not in decode.params
-    assert side(decode)._lends.count() == (0, 0, 0)
+    assert side(decode)._lends.counts() == (0, 0, 0)
     assert of_type(decode, LeaseComputing, LeaseGranted, LeaseWithdrawn) == [LeaseComputing, LeaseWithdrawn]
 
 

@@ -202,7 +202,11 @@ def test_an_idle_step_costs_the_same_whatever_is_open(engine: Engine) -> None:
         if number == 0:
             alone = idle_step()
     among_many = idle_step()
-    assert len(engine.scheduler._scheduler_side._waiting) == len(engine.worker._worker_side.ledger._open_receives) == 64
+    assert (
+        len(engine.scheduler._scheduler_side._loads.queued)
+        == len(engine.worker._worker_side.ledger._open_receives)
+        == 64
+    )
     assert counts(among_many) == counts(alone)
     assert sum(work.calls for work in among_many) <= CALLS_OF_AN_IDLE_STEP
 

@@ -16,6 +16,8 @@ from connector.clock import NS_PER_SECOND
 from connector.scheduler.connector_scheduler import QUARANTINE_ASKED_NS
 from connector.scheduler.kept_blocks import KeptBlocks
 from connector.step_metadata import WorkerReport
+from statemachine.load import State
+from statemachine.loads import Room
 from tests.rig.work import Counted
 from tests.unit.hybrid_engine import BLOCK_TOKENS, HybridEngine, full, state, tokens_of, window
 from tests.unit.log_lines import listening
@@ -164,10 +166,13 @@ def test_loads_begin_again_when_nothing_is_kept_although_the_failed_one_has_not_
     decode, block_ids = in_quarantine(recomputes=True)
     side = decode.scheduler.connector._scheduler  # type: ignore[union-attr]
     run(decode, 3)
-    assert side._order._failed_without_room == {"kept"}
+    assert set(side._loads._by_state[State.WITHOUT_ROOM]) == {"kept"}
     side._keep_quarantined(report(lifted=[block_ids]))
     side.build_step_metadata(SchedulerOutput.make_empty())
-    assert (side._order._failed_without_room, side._order._to_compute) == (set(), {"kept"})
+    assert (set(side._loads._by_state[State.WITHOUT_ROOM]), set(side._loads._by_state[State.TO_COMPUTE])) == (
+        set(),
+        {"kept"},
+    )
 
 
 def test_a_prompt_that_does_not_fit_beside_what_is_lent_back_holds_nobody_up() -> None:
@@ -225,11 +230,11 @@ def test_nothing_more_is_lent_back_only_where_that_makes_room(reason: str) -> No
     if reason == "lent back":
         side._kept.lend_back("answer", [block_ids])
         side._kept.lift(block_ids)
-    assert side._lends._may_lend_back()
+    assert side._lends._leaves_enough()
     decode.submit("long", LONG, None)
     run(decode, 2)
-    assert "long" in side._order._without_room
-    assert side._lends._may_lend_back() == (reason == "quarantine")
+    assert "long" in side._loads._without_room
+    assert side._lends._leaves_enough() == (reason == "quarantine")
 
 
 def test_an_idle_engine_hears_that_a_quarantine_has_ended_when_it_is_to_pause(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +279,7 @@ def asked(decode: HybridEngine, tokens: int, *, seed: int = 1) -> Request:
 
 def test_everything_fits_where_nothing_is_kept() -> None:
     decode, kept = engine()
-    assert kept.leave_room(asked(decode, 11 * TOKENS), 0), "vLLM refuses what is longer than the pool"
+    assert kept.room_for(asked(decode, 11 * TOKENS), 0) is Room.ENOUGH, "vLLM refuses what is longer than the pool"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -283,12 +288,12 @@ def test_what_is_left_is_counted_once_for_all_ranks(ranks: int) -> None:
     for _ in range(ranks):
         kept.quarantine([1, 2, 3])
     assert kept.quarantined == 3
-    assert kept.leave_room(asked(decode, 7 * TOKENS), 0)
-    assert not kept.leave_room(asked(decode, 7 * TOKENS + 1), 0)
+    assert kept.room_for(asked(decode, 7 * TOKENS), 0) is Room.ENOUGH
+    assert kept.room_for(asked(decode, 7 * TOKENS + 1), 0) is Room.LACKING
     for rank in range(ranks):
-        assert not kept.leave_room(asked(decode, 8 * TOKENS, seed=rank), 0)
+        assert kept.room_for(asked(decode, 8 * TOKENS, seed=rank), 0) is Room.LACKING
         kept.lift([1, 2, 3])
-    assert kept.leave_room(asked(decode, 8 * TOKENS, seed=2), 0)
+    assert kept.room_for(asked(decode, 8 * TOKENS, seed=2), 0) is Room.ENOUGH
 
 
 def test_blocks_of_two_answers_are_lent_back_until_both_have_ended() -> None:
@@ -318,16 +323,15 @@ def test_what_it_finds_cached_is_there_already_only_where_that_is_kept(holder: s
     kept.lend_back("answer", [cached if holder == "who lends it back" else others[:4]])
     if holder != "nobody":
         pool.touch(found)
-    assert kept.leave_room(request, 0) is fits
-    assert kept.would_leave_room(request, 0)
+    assert kept.room_for(request, 0) is (Room.ENOUGH if fits else Room.TAKEN_BY_LENT_BACK)
 
 
 def test_windows_need_what_vllm_asks_of_them_and_fewer_where_their_kv_is_loaded() -> None:
     decode, kept = engine(full(), window(2 * TOKENS), window(2 * TOKENS), blocks=40)
     kept.quarantine(range(1, 10))
     request = asked(decode, 12 * TOKENS)
-    assert not kept.leave_room(request, 0), "its windows count"
-    assert kept.leave_room(request, 12 * TOKENS - 1), "of what is loaded a window keeps its end only"
+    assert kept.room_for(request, 0) is Room.LACKING, "its windows count"
+    assert kept.room_for(request, 12 * TOKENS - 1) is Room.ENOUGH, "of what is loaded a window keeps its end only"
 
 
 def test_what_comes_back_from_quarantine_costs_the_same_however_much_is_left() -> None:

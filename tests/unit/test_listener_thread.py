@@ -20,7 +20,6 @@ from connector.ports.side_channel import AccessRefused
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.runtime import draining
 from connector.runtime import listener as runtime_listener
-from connector.runtime.draining import Lent
 from connector.runtime.listener import HandshakeListener
 from connector.runtime.thread import ThreadStartError
 from connector.scheduler import listener_thread
@@ -28,6 +27,7 @@ from connector.scheduler.listener_thread import ListenerThread
 from connector.wire.administration import Leave, LeaveTaken, encode_drain
 from connector.wire.control import decode_request, encode_answer
 from connector.wire.handshake import encode_request
+from statemachine.granting import LentCounts
 from tests.rig.listener import make_listener_thread, one_rank
 from tests.rig.network import free_port
 
@@ -56,7 +56,7 @@ def make(
     *,
     host: str = HOST,
     control: tuple[str, int] = ("10.0.0.1", 40_000),
-    count: Callable[[], Lent] = lambda: Lent(0, 0),
+    count: Callable[[], LentCounts] = lambda: LentCounts(0, 0),
     grace_seconds: float = 60.0,
 ) -> ListenerThread:
     return ListenerThread(
@@ -287,7 +287,7 @@ def test_an_engine_that_is_asked_to_drain_tells_its_worker_once_and_waits_for_wh
     port: int, worker: Worker, caplog: pytest.LogCaptureFixture
 ) -> None:
     lent = [2]
-    listener = make(port, DEATHS.append, control=(HOST, worker.port), count=lambda: Lent(lent[0], 5))
+    listener = make(port, DEATHS.append, control=(HOST, worker.port), count=lambda: LentCounts(lent[0], 5))
     listener.start()
     try:
         with caplog.at_level(logging.WARNING, logger="vllm.nixl_actor_connector"):
@@ -326,7 +326,7 @@ def test_an_engine_that_makes_a_mistake_when_it_begins_to_drain_drains_all_the_s
         raise RuntimeError("injected")
 
     monkeypatch.setattr(ListenerThread, "_show_draining", broken)
-    listener = make(port, DEATHS.append, control=(HOST, worker.port), count=lambda: Lent(0, 0))
+    listener = make(port, DEATHS.append, control=(HOST, worker.port), count=lambda: LentCounts(0, 0))
     listener.start()
     try:
         listener.drain("SIGTERM", 60_000_000_000)
@@ -338,7 +338,7 @@ def test_an_engine_that_makes_a_mistake_when_it_begins_to_drain_drains_all_the_s
 
 
 def test_the_grace_period_ends_a_drain(port: int, worker: Worker, caplog: pytest.LogCaptureFixture) -> None:
-    listener = make(port, DEATHS.append, control=(HOST, worker.port), count=lambda: Lent(1, 0), grace_seconds=3.0)
+    listener = make(port, DEATHS.append, control=(HOST, worker.port), count=lambda: LentCounts(1, 0), grace_seconds=3.0)
     listener.start()
     try:
         with caplog.at_level(logging.WARNING, logger="vllm.nixl_actor_connector"):

@@ -127,10 +127,10 @@ class Orders:
         waiting = [(each.request_id, each.status.name) for each in self.scheduler.requests.values()]
         assert waiting == [], f"with {self.pool.get_num_free_blocks()} blocks free"
         side = self.scheduler.connector._scheduler
-        order, lends = side._order, side._lends
-        assert not any((side._waiting, side._loading, order._failed, order._to_compute, order._failed_without_room))
-        assert not any((order._offered, order._without_room, order._behind_lent_back))
-        assert not any((lends.computing, lends.prompts, lends._heard_ns, lends._answering, lends._far_ends.held))
+        loads, granting = side._loads, side._lends._granting
+        assert not any((loads._loads, loads._offered, loads._without_room, loads._behind_lent_back))
+        assert not any((granting._grants, granting.prompts, side._lends._far_ends.held))
+        assert granting.counts == (0, 0, 0)
 
     # --- what happens -------------------------------------------------------------------------------------------------
 

@@ -198,6 +198,21 @@ def test_each_turn_of_a_call_has_the_parameters_of_the_call() -> None:
     assert all(extra["kv_transfer_params"]["do_remote_prefill"] for _, extra in asked)
 
 
+def test_a_sample_that_comes_while_another_one_loads_is_loaded_too() -> None:
+    """The samples of a prompt come one by one, and a step may be between them. Nothing is in the cache yet."""
+    decode, params = engine("d"), lent()
+    longer = [*PROMPT, SAMPLED_TOKEN]
+    for name in ("0_r", "1_r"):
+        pull = decode.load(name, longer, params)
+        assert (pull.awaited, pull.num_tokens) == (True, len(PROMPT))
+    for name in ("0_r", "1_r"):
+        decode.loaded(name)
+    later = [*longer, 7]
+    decode.submit("the next turn", later, params)
+    decode.step()
+    assert not decode.pull_of("the next turn").awaited
+
+
 def test_p_may_have_decoded_more_than_is_wanted() -> None:
     """The prompt is loaded, and what P has answered after it too, if D's prompt goes on with it."""
     params = lent(max_tokens=3)

@@ -37,7 +37,7 @@ def handler_of_before() -> Iterator[None]:
 
 
 def made(listener: Any, grace_ns: int = GRACE_NS) -> SchedulerDraining:
-    return SchedulerDraining(BootClock(), lambda: listener, grace_ns=grace_ns)
+    return SchedulerDraining(BootClock(), lambda: listener, grace_ns=grace_ns, lease_ns=to_ns(10))
 
 
 def handler(heard: list[int], module: str = "vllm.v1.engine.core") -> Any:
@@ -54,11 +54,12 @@ def test_sigterm_begins_to_drain_at_once_and_vllm_hears_it_too() -> None:
     former = handler(heard)
     draining = made(listener)
     draining.catch_sigterm()
-    assert (draining.accepts, draining.keeps_stepping) == (True, False)
+    assert (draining.value.accepts, draining.keeps_stepping) == (True, False)
     os.kill(os.getpid(), signal.SIGTERM)
     assert (heard, listener.asked) == ([signal.SIGTERM], [("SIGTERM", GRACE_NS)])
     assert listener.draining.state is State.SERVING, "the listener's thread has not come to it"
-    assert (draining.accepts, draining.grants, draining.keeps_stepping) == (False, True, True)
+    value = draining.value
+    assert (value.accepts, value.grants(BootClock().now_ns()), draining.keeps_stepping) == (False, True, True)
     os.kill(os.getpid(), signal.SIGTERM)
     assert (len(heard), len(listener.asked)) == (2, 1)
     draining.forget_sigterm()
@@ -106,4 +107,4 @@ def test_sigterm_before_anything_is_served_is_vllms_alone() -> None:
     draining.catch_sigterm()
     os.kill(os.getpid(), signal.SIGTERM)
     assert heard == [signal.SIGTERM]
-    assert (draining.accepts, draining.keeps_stepping) == (True, False)
+    assert (draining.value.accepts, draining.keeps_stepping) == (True, False)

@@ -31,7 +31,7 @@ from connector.observe.log import get_logger, log_crash
 from connector.observe.trace_log import JsonLinesSink
 from connector.ports.nixl import MemoryRange
 from connector.protocol import Command, PeerAddress
-from connector.runtime.draining import EngineDraining, Lent, OwnWorker
+from connector.runtime.draining import EngineDraining, OwnWorker
 from connector.runtime.listener import HandshakeListener
 from connector.runtime.pace import PIECE_NS
 from connector.runtime.recorder import Recorder
@@ -47,6 +47,7 @@ from connector.worker.finishing import Finishing, run_at_once
 from connector.worker.landing import BlockPermuter
 from connector.worker.ledger import TransferLedger
 from statemachine.draining import State
+from statemachine.granting import LentCounts
 from tests.rig.facts import LEAVE_SECRET, NO_IDENTITY, payload_of
 from tests.rig.layouts import attention_rank, attention_shapes
 from tests.simulation.crashes.points import OWNER, Door, Points, guarded
@@ -325,7 +326,7 @@ class Engine:
             clock=self.clock,
             grace_ns=to_ns(GRACE_SECONDS),
             lease_ns=to_ns(options.kv_lease_duration),
-            count=guarded(points, owner, "scheduler", "count", lambda: Lent(count_lent(), 0)),
+            count=guarded(points, owner, "scheduler", "count", lambda: LentCounts(count_lent(), 0)),
             on_change=guarded(points, owner, "scheduler", "on_change", lambda value: None),
             say=lambda line: get_logger().warning("%s", line),
             log_crash=log_crash,

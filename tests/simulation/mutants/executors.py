@@ -23,8 +23,8 @@ from connector.runtime.reads import Reads
 from connector.runtime.supervisor import Supervisor
 from connector.scheduler.kept_blocks import KeptBlocks
 from connector.scheduler.lends import Lends
-from connector.scheduler.load_order import LoadOrder
 from connector.worker.connector_worker import ConnectorWorker
+from statemachine.loads import Loads
 from tests.simulation.faults import Kind
 from tests.simulation.mutants.mutant import ByTest, Do, Edit, Mutant, Patch, Seeds, Set, fault
 
@@ -879,9 +879,9 @@ SCHEDULER = (
         broken="a load that failed and finds too few blocks stands before those that have all they need",
         changes=(
             Edit(
-                LoadOrder.may_ask,
-                "self._to_compute.add(request_id)\n        return False",
-                "self._to_compute.add(request_id)",
+                Loads._answer,
+                "if before is State.FAILED:",
+                "if False:",
             ),
         ),
         place=ByTest(LOAD_FAILURES + "::test_who_has_blocks_is_served_while_a_failed_load_finds_too_few"),
@@ -890,7 +890,7 @@ SCHEDULER = (
         name="answers are lent back before those who find no room",
         row=60,
         broken="answers go on being lent back while a prompt does not fit beside those that are; it is never served",
-        changes=(Edit(Lends._may_lend_back, "if self._order.waits_for_lent_back:", "if False:"),),
+        changes=(Edit(Lends._leaves_enough, "if self._loads.waits_for_lent_back:", "if False:"),),
         place=ByTest(
             "tests/unit/test_kept_blocks.py::"
             "test_a_prompt_that_found_no_room_is_served_although_others_go_on_being_lent_back"
@@ -909,8 +909,8 @@ SCHEDULER = (
         broken="a load of higher priority that finds too few blocks stands before those that they are kept for",
         changes=(
             Edit(
-                LoadOrder.step,
-                "self._lets_pass = len(self._to_compute) > 0",
+                Loads._begin_step,
+                "self._lets_pass = bool(self._offered) and len(self._by_state[State.TO_COMPUTE]) > 0",
                 "pass",
             ),
         ),

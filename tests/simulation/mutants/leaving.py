@@ -4,8 +4,7 @@ end, what D makes of it, and engines that are met before their first request."""
 from __future__ import annotations
 
 from connector.scheduler.draining import SchedulerDraining
-from connector.scheduler.lends import Lends
-from statemachine import departure, draining, introduction
+from statemachine import departure, draining, grant, introduction
 from statemachine.lending import Lending
 from statemachine.remote_engine import RemoteEngine
 from tests.simulation.faults import Kind
@@ -26,19 +25,15 @@ MUTANTS = (
         name="a draining engine lends on",
         broken="prefills that come after it began to drain are lent, so it never drains",
         changes=(
-            Edit(
-                Lends._begins_lease,
-                "self._draining.accepts or request.request_id in self._heard_ns",
-                "True",
-            ),
-            Edit(Lends._lends_at_its_end, "is_accepted and ", ""),
+            Edit(grant._schedule, "event.terms.accept or is_promised", "True"),
+            Edit(grant._lends, " and grant.state is State.COMPUTING", ""),
         ),
         place=ByTest(SCHEDULER + "::test_a_prefill_that_comes_while_the_engine_drains_is_answered_without_parameters"),
     ),
     Mutant(
         name="what was accepted is dropped",
         broken="prefills that were accepted before it began to drain are not lent, although they are computed",
-        changes=(Edit(Lends._begins_lease, " or request.request_id in self._heard_ns", ""),),
+        changes=(Edit(grant._schedule, " or is_promised", ""),),
         place=ByTest(SCHEDULER + "::test_a_prefill_that_was_accepted_before_is_lent"),
     ),
     Mutant(

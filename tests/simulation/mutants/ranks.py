@@ -166,8 +166,8 @@ MUTANTS = (
         changes=(
             Edit(
                 FarEnds.lend,
-                "return self._held.get(request_id, {})",
-                "held = self._held.get(request_id, {}); self._free(request_id); return held",
+                "return self._held.get(request.request_id, {})",
+                "held = self._held.get(request.request_id, {}); self._free(request.request_id); return held",
             ),
         ),
         place=with_vllm("bytes", first=WINDOWS),
@@ -175,7 +175,7 @@ MUTANTS = (
     Mutant(
         name="far end never let go",
         broken="the block at the far end of a window stays out of the pool when the lease has ended",
-        changes=(Edit(Lends.free, "self._far_ends.let_go(request_id)", "pass"),),
+        changes=(Edit(Lends.end_leases, "self._far_ends.let_go(request_id)", "pass"),),
         place=with_vllm("blocks", first=WINDOWS),
     ),
     Mutant(

@@ -642,12 +642,8 @@ class VllmEngine:
         side = self.scheduler.connector.scheduler_side
         pool_blocks = self._pool.num_gpu_blocks - 1
         counts = {
-            "requests that wait for blocks": len(side._waiting),
-            "requests that load": len(side._loading),
-            "failed loads that wait": len(side._order._failed | side._order._to_compute),
-            "prefills in the scheduler": len(side._lends.computing),
-            "prompts to lend": len(side._lends.prompts),
-            "requests that are answered here": len(side._lends._answering),
+            "requests that load KV": len(side._loads._loads),
+            "requests that are answered or lent": len(side._lends._granting._grants),
             "far ends of windows": len(side._lends._far_ends.held),
             "requests": len(self.scheduler.requests),
             "blocks in use": pool_blocks - self._pool.get_num_free_blocks(),

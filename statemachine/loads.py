@@ -1,0 +1,299 @@
+"""The core of an engine's scheduler for requests that load KV: which of them may have blocks, where vLLM's own order
+would stand still.
+
+Sans I/O. `handle(event, now_ns)` returns what to do, and `ask` an answer with it; the executor is
+`connector/scheduler/connector_scheduler.py`. There are no deadlines: what happens, vLLM or a rank says.
+
+vLLM serves its queue in order, and stops at the first request whose blocks it cannot have. What it takes for granted
+does not hold here in three cases. `get_num_new_matched_tokens` can have a request passed over, and that is all that a
+connector can do about the order.
+
+A request whose load failed gives its blocks back and is scheduled again, under the policy `recompute`. vLLM 0.32 does
+both at the head of the queue of those that hold blocks: if the pool has too few for it then, nobody behind it is
+looked at any more, not even those that have all they need, and with nothing running the engine stands still for good.
+So the first time that such a request asks, it is passed over: vLLM then puts it at the head of the ordinary queue,
+which is served after those that hold blocks (`failed` to `to_compute`).
+
+Until it has blocks again, vLLM reserves as many as it needs: loads are begun only with what is left. Where the queue is
+one of priorities, others stand before it, and if one of these is a load that does not fit beside what is reserved,
+nobody behind it is looked at any more. So while such requests wait, a load that has got no blocks lets them pass in the
+step after it, and nobody else.
+
+One that does not fit beside what is kept from the pool waits for nobody, and nobody for it. But vLLM reserves all the
+same, so no load would begin: prompts are computed here until it has its blocks (`without_room`).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Hashable
+from typing import Any, TypeAlias
+
+import msgspec
+
+from statemachine import load as machine
+from statemachine.kernel import Effect, Event
+from statemachine.load import AbortLoad, Load, NoteTaken, NoteWait, ReleaseUnread, StartLoad, State
+
+
+class Answer(enum.Enum):
+    """To a request that asks for blocks."""
+
+    LET_PASS = "let pass"
+    """None in this step; those behind it are looked at."""
+    LOAD = "load"
+    """It may have blocks, and loads."""
+    COMPUTE = "compute"
+    """It may have blocks, and loads nothing."""
+
+
+class Room(enum.Enum):
+    """Whether a request fits into the pool beside the blocks that are kept from it, once all others have come back."""
+
+    ENOUGH = "enough"
+    LACKING = "lacking"
+    TAKEN_BY_LENT_BACK = "taken by what is lent back"
+    """It would fit if nothing were lent back."""
+
+
+# --- events ---------------------------------------------------------------------------------------------------------
+
+
+class Heard(Event, frozen=True, kw_only=True):
+    """A request has come of which something may be loaded."""
+
+    request_id: str
+    source: Any
+
+
+class Asked(Event, frozen=True, kw_only=True):
+    """vLLM looks for blocks for a request, whether or not it loads anything. See `Loads.ask`.
+
+    Attributes:
+        pays: something can be loaded for it, and is better loaded than computed.
+        num_tokens: that it has, for people.
+    """
+
+    request_id: str
+    room: Room
+    pays: bool
+    num_tokens: int = 0
+
+
+class Allocated(Event, frozen=True, kw_only=True):
+    """A request has got blocks. `loads`: as it was offered, KV is read into them."""
+
+    request_id: str
+    loads: bool
+
+
+class StepScheduled(Event, frozen=True, kw_only=True):
+    """Whoever asks from now on asks for the next step. `is_kept`: some blocks are kept from the pool."""
+
+    is_kept: bool
+
+
+class LoadEnded(Event, frozen=True, kw_only=True):
+    """All ranks have ended; it is of no matter whether the request is of this connector."""
+
+    request_id: str
+    has_failed: bool
+
+
+class Ended(Event, frozen=True, kw_only=True):
+    """A request has ended. `has_failed`: because its load has."""
+
+    request_id: str
+    has_failed: bool = False
+
+
+# --- effects --------------------------------------------------------------------------------------------------------
+
+
+class SayNoRoom(Effect, frozen=True, kw_only=True):
+    """For people: a request waits until blocks come back that are kept from the pool. Once for each."""
+
+    request_id: str
+    num_tokens: int
+
+
+class SayNoLoads(Effect, frozen=True, kw_only=True):
+    """For people: no load begins, because that of this request has failed and it lacks room."""
+
+    request_id: str
+
+
+class SayLoadsAgain(Effect, frozen=True, kw_only=True):
+    """For people: loads begin again."""
+
+
+LoadEffect: TypeAlias = (
+    StartLoad | ReleaseUnread | AbortLoad | NoteWait | NoteTaken | SayNoRoom | SayNoLoads | SayLoadsAgain
+)
+
+
+# --- the core -------------------------------------------------------------------------------------------------------
+
+
+class Loads:
+    """See the module's docstring.
+
+    Attributes: read, and not changed, by others, in every step.
+        queued, loading: the requests in these states, by id, those that came into it first at the beginning.
+        has_to_step: whether StepScheduled would lead to anything.
+    """
+
+    def __init__(self) -> None:
+        # Those that are not over.
+        self._loads: dict[str, Load] = {}
+        # The same by state.
+        self._by_state: dict[State, dict[str, Load]] = {
+            state: {} for state in State if state not in machine.MACHINE.terminal
+        }
+        self.queued, self.loading = self._by_state[State.QUEUED], self._by_state[State.LOADING]
+        # In this step: those that were offered and have got no blocks.
+        self._offered: set[str] = set()
+        # Whether only those in `to_compute` may have blocks in this step, because a load got none in the last one.
+        self._lets_pass = False
+        # Requests, of any kind, that were passed over for want of room; and those of them that would have it if nothing
+        # were lent back.
+        self._without_room: set[str] = set()
+        self._behind_lent_back: set[str] = set()
+        self.has_to_step = False
+        # Of the event that is being taken in.
+        self._effects: list[LoadEffect] = []
+
+    def handle(self, event: Event, now_ns: int) -> list[LoadEffect]:
+        """Take one event in; returns what to do, in order."""
+        match event:
+            case Heard(request_id=request_id, source=source):
+                self._put(None, None, Load(request_id=request_id, source=source, heard_ns=now_ns))
+            case Allocated(request_id=request_id, loads=loads):
+                self._leave_queue(request_id)
+                self._step(request_id, machine.Allocated(now_ns=now_ns, loads=loads))
+            case LoadEnded(request_id=request_id, has_failed=has_failed):
+                self._step(request_id, machine.LoadEnded(has_failed=has_failed))
+            case Ended(request_id=request_id, has_failed=has_failed):
+                self._leave_queue(request_id)
+                self._step(request_id, machine.Ended(has_failed=has_failed))
+            case StepScheduled(is_kept=is_kept):
+                self._begin_step(is_kept)
+            case _:
+                raise TypeError(f"{type(event).__name__} is not an event of this core")
+        return self._take()
+
+    def ask(self, asked: Asked) -> tuple[Answer, list[LoadEffect]]:
+        """Take the question in; returns its answer, and what to do."""
+        return self._answer(asked), self._take()
+
+    def _take(self) -> list[LoadEffect]:
+        self.has_to_step = self._lets_pass or len(self._offered) > 0 or self._are_held_up
+        effects, self._effects = self._effects, []
+        return effects
+
+    @property
+    def waits_for_lent_back(self) -> bool:
+        """Whether a request would have room if nothing were lent back."""
+        return len(self._behind_lent_back) > 0
+
+    # --- the queue --------------------------------------------------------------------------------------------------
+
+    def _answer(self, asked: Asked) -> Answer:
+        request_id = asked.request_id
+        before = self._state(request_id)
+        self._step(request_id, machine.Asked(is_held_up=asked.pays and self._are_held_up))
+        if before is State.FAILED:
+            return Answer.LET_PASS
+        if asked.room is not Room.ENOUGH:
+            self._find_no_room(asked)
+            return Answer.LET_PASS
+        if self._lets_pass and before is not State.TO_COMPUTE:
+            return Answer.LET_PASS
+        if before is State.QUEUED and asked.pays and not self._are_held_up:
+            self._offered.add(request_id)
+            return Answer.LOAD
+        return Answer.COMPUTE
+
+    @property
+    def _are_held_up(self) -> bool:
+        """vLLM keeps all that is free, and more, for a load that has failed: no other would begin before that one has
+        its blocks, and nobody behind a load that cannot begin is looked at."""
+        return len(self._by_state[State.WITHOUT_ROOM]) > 0
+
+    def _find_no_room(self, asked: Asked) -> None:
+        request_id = asked.request_id
+        were_held_up = self._are_held_up
+        if self._state(request_id) is not None:
+            self._step(request_id, machine.NoRoomFound())
+        if self._are_held_up and not were_held_up:
+            self._effects.append(SayNoLoads(request_id=request_id))
+        if request_id not in self._without_room:
+            self._without_room.add(request_id)
+            self._effects.append(SayNoRoom(request_id=request_id, num_tokens=asked.num_tokens))
+        if asked.room is Room.TAKEN_BY_LENT_BACK:
+            self._behind_lent_back.add(request_id)
+
+    def _leave_queue(self, request_id: str) -> None:
+        self._offered.discard(request_id)
+        self._without_room.discard(request_id)
+        self._behind_lent_back.discard(request_id)
+
+    def _begin_step(self, is_kept: bool) -> None:
+        if not is_kept:
+            # Their turn may be far off; what they need is kept for them as for all whose load has failed.
+            for request_id in list(self._by_state[State.WITHOUT_ROOM]):
+                self._step(request_id, machine.RoomReturned())
+        self._lets_pass = bool(self._offered) and len(self._by_state[State.TO_COMPUTE]) > 0
+        self._offered.clear()
+
+    # --- loads ------------------------------------------------------------------------------------------------------
+
+    def _state(self, request_id: str) -> State | None:
+        found = self._loads.get(request_id)
+        return None if found is None else found.state
+
+    def _step(self, request_id: str, event: Event) -> None:
+        before = self._loads.get(request_id)
+        if before is None:
+            return  # nothing is loaded for it, or it is over
+        were_held_up = self._are_held_up
+        after, effects = machine.MACHINE.step(before, event)
+        self._put(before, event, after)
+        self._effects += effects
+        if were_held_up and not self._are_held_up:
+            self._effects.append(SayLoadsAgain())
+
+    def _put(self, before: Load | None, event: Event | None, after: Load) -> None:
+        request_id = after.request_id
+        if before is not None and before.state is not after.state:
+            del self._by_state[before.state][request_id]
+        if after.state in self._by_state:
+            self._by_state[after.state][request_id] = self._loads[request_id] = after
+        else:
+            del self._loads[request_id]
+
+    # --- for the explorer -------------------------------------------------------------------------------------------
+
+    def copy(self) -> Loads:
+        """An independent core that behaves alike."""
+        other = Loads()
+        other._loads = dict(self._loads)
+        for state, loads in self._by_state.items():
+            other._by_state[state].update(loads)
+        other._offered = set(self._offered)
+        other._lets_pass = self._lets_pass
+        other._without_room = set(self._without_room)
+        other._behind_lent_back = set(self._behind_lent_back)
+        other.has_to_step = self.has_to_step
+        return other
+
+    def freeze(self, now_ns: int) -> Hashable:
+        """Equal for two cores that behave alike from `now_ns` on; since when their requests are known is of no matter
+        for that."""
+        return (
+            frozenset(msgspec.structs.replace(load, heard_ns=0, began_ns=0) for load in self._loads.values()),
+            frozenset(self._offered),
+            self._lets_pass,
+            frozenset(self._without_room),
+            frozenset(self._behind_lent_back),
+        )
