@@ -10,7 +10,7 @@ handshake      how one is made
 pace           how much of the interpreter the planning of handshakes may take
 block_tables   from block tables to the descriptors of READs
 reads          READs and remote agents of all of them: what stands in front of the NIXL port
-held_commands  READs that wait for the device, and what must not overtake them
+deferred_commands  READs that wait for the device, and what must not overtake them
 verification   checksums of lent blocks (option `verify`): asked for, made, compared
 wait_notices   says in the log which requests wait for long, and for what
 introducer     executor of `Introductions`: engines that are met before a request needs them

@@ -79,7 +79,7 @@ class Inspector:
 
     Args:
         peers: the actors of this worker.
-        held: commands that wait for the device.
+        deferred: commands that wait for the device.
         stopped: why this worker serves no more; None: it does.
     """
 
@@ -92,7 +92,7 @@ class Inspector:
         roster: Roster,
         lease_keeper: LeaseKeeper,
         control: Listener,
-        held: Sized,
+        deferred: Sized,
         stopped: Callable[[], str | None],
     ) -> None:
         self._facts = facts
@@ -101,7 +101,7 @@ class Inspector:
         self._roster = roster
         self._lease_keeper = lease_keeper
         self._control = control
-        self._held = held
+        self._deferred = deferred
         self._stopped = stopped
         self._clock = context.clock
         self._started_ns = self._clock.now_ns()
@@ -284,7 +284,7 @@ class Inspector:
             quarantined_blocks=quarantined_blocks,
             leases=len(lent),
             lent_blocks=lent_blocks,
-            commands_that_wait_for_the_device=len(self._held),
+            commands_that_wait_for_the_device=len(self._deferred),
             reads_in_flight=reads.in_flight,
             read_handles=held.reads,
             nixl_lag_seconds=int(held.lag_seconds),

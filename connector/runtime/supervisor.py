@@ -51,8 +51,8 @@ from connector.protocol import (
     WorkerStopped,
 )
 from connector.runtime.context import ActorContext
+from connector.runtime.deferred_commands import DeferredCommands
 from connector.runtime.figures import Figures
-from connector.runtime.held_commands import HeldCommands
 from connector.runtime.inspector import Inspector
 from connector.runtime.introducer import Introducer
 from connector.runtime.lease_keeper import LeaseKeeper, lending_limits
@@ -88,7 +88,7 @@ class Supervisor:
         log_failure: writes one line for people.
         log_crash: writes a line with a traceback: which actor, what it raised.
         event_log: what becomes of peers and leases, for people.
-        hear_engine: calls `deliver` with what the engine has said until now and is still on its way.
+        deliver_posted: calls `deliver` with the commands that the engine thread has posted and that are on their way.
         facts: what tools are told of this worker that does not change.
         descriptors_ahead_max: as for `Reads`. A simulator, whose requests are small, passes less, so that READs wait.
         is_warm: whether the engine has been warmed up; if not, `WarmedUp` says so, and engines are met from then on.
@@ -111,7 +111,7 @@ class Supervisor:
         log_failure: Callable[[str, Failure], None],
         log_crash: Callable[[str, BaseException], None],
         event_log: EventLog,
-        hear_engine: Callable[[], None],
+        deliver_posted: Callable[[], None],
         facts: EngineFacts,
         descriptors_ahead_max: int = DESCRIPTORS_AHEAD_MAX,
         is_warm: bool = True,
@@ -141,7 +141,7 @@ class Supervisor:
             watch_notifications=nixl_port.expect_notifications,
             control=control,
             leave_secret=leave_secret,
-            hear_engine=hear_engine,
+            hear_engine=deliver_posted,
             inspect=lambda question, reply_to: self._inspector.ask(question, reply_to),
             meet=self._meet,
         )
@@ -181,7 +181,7 @@ class Supervisor:
             quarantine_blocks_max=limit_of(options.quarantine_limit, local.layout.num_blocks),
             member=self._peers.__getitem__,
         )
-        self._held = HeldCommands(self._deliver_now, self._on_device_failed)
+        self._deferred = DeferredCommands(self._deliver_now, self._on_device_failed)
         self._stopped: ConnectorStopped | None = None
         self._inspector = Inspector(
             facts=facts,
@@ -190,7 +190,7 @@ class Supervisor:
             roster=self._roster,
             lease_keeper=self._lease_keeper,
             control=control,
-            held=self._held,
+            deferred=self._deferred,
             stopped=lambda: self._stopped.detail if self._stopped is not None else None,
         )
         self._is_warm = is_warm
@@ -208,7 +208,7 @@ class Supervisor:
                 self._nursery = nursery
                 nursery.start_soon(keep_running, "lease keeper", keeper.run, self._log_crash)
                 nursery.start_soon(keep_running, "inspector", self._inspector.run, self._log_crash)
-                nursery.start_soon(keep_running, "held commands", self._held.run, self._log_crash)
+                nursery.start_soon(keep_running, "deferred commands", self._deferred.run, self._log_crash)
                 self._introduce()
                 if self._idle_ns is not None:
                     retire = partial(self._retire_idle, self._idle_ns)
@@ -252,7 +252,7 @@ class Supervisor:
             self._context.log_failure("connector", self._stopped)
             self._context.emit(WorkerStopped(reason=detail))
         self._tell_roster(roster.Stopped(failure=self._stopped))
-        self._held.release()
+        self._deferred.release()
         for actor in self._peers.values():
             actor.tell(Stop(failure=self._stopped))
 
@@ -266,7 +266,7 @@ class Supervisor:
 
     def deliver(self, command: Command | AfterSteps) -> None:
         """Trio thread: hand a command to the actor that it concerns, when it may be. Never raises."""
-        self._held.take(command)
+        self._deferred.take(command)
 
     def _deliver_now(self, command: Command) -> None:
         try:

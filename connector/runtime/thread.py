@@ -107,8 +107,8 @@ class ActorThread(Generic[C]):
             if not self._ended:
                 self.death = self.death or RuntimeError("the trio run has finished")
 
-    def hear(self) -> None:
-        """In the thread: deliver what the engine has said until now."""
+    def deliver_posted(self) -> None:
+        """In the thread: deliver what was posted until now, flushed or not."""
         self._mailbox.drain()
 
     def stop(self, timeout_seconds: float) -> bool:

@@ -218,7 +218,9 @@ class ConnectorWorker:
         )
         thread = self._thread = ActorThread(
             ACTORS_THREAD,
-            lambda: self._make_supervisor(registration, place.number, nixl_port, lambda: thread.hear(), device),
+            lambda: self._make_supervisor(
+                registration, place.number, nixl_port, lambda: thread.deliver_posted(), device
+            ),
             self._note_death,
             self._figures.note_wake_up,
         )
@@ -292,7 +294,7 @@ class ConnectorWorker:
         registration: Registration,
         rank_number: int,
         nixl_port: RealNixlPort,
-        hear_engine: Callable[[], None],
+        deliver_posted: Callable[[], None],
         device: torch.device,
     ) -> Supervisor:
         """In the actors' thread."""
@@ -360,7 +362,7 @@ class ConnectorWorker:
             log_failure=log_failure,
             log_crash=self._note_crash,
             event_log=EventLog(layout.engine_id, rank_number, clock=clock, log_failure=log_failure),
-            hear_engine=hear_engine,
+            deliver_posted=deliver_posted,
             facts=engine_facts(
                 self._vllm_config,
                 self._kv_cache_config,

@@ -8,7 +8,7 @@ begin when tokens are known on the host (`disable_padded_drafter_batch`).
 
 Ours: a block of a draft layer may be one of another layer for its next owner, where cache groups share memory. So READs
 are told to the actors together with the end of all steps that the device had been given before them (`AfterSteps`), and
-the actors look at that themselves (`runtime.held_commands`).
+the actors look at that themselves (`runtime.deferred_commands`).
 
 A peer's: a decode engine reads as soon as it has the answer of P, and what it reads too soon is what was in the block
 before. With the built-in connector it asks nobody. So a step with which a prompt that will be lent may end is waited

@@ -481,7 +481,7 @@ def _rank(
         log_failure=log_failure,
         log_crash=lambda name, error: crashes.append((name, error)),
         event_log=EventLog(engine_id, rank.tp_rank, clock=clock, log_failure=log_failure),
-        hear_engine=lambda: None,
+        deliver_posted=lambda: None,
         facts=EngineFacts(),
         descriptors_ahead_max=descriptors_ahead_max,
         is_warm=is_warm,

@@ -325,7 +325,7 @@ def decode_rank(model: Model, memory: Memory, wanted: int, *, is_metered: bool) 
             log_failure=log_failure,
             log_crash=lambda name, error: connected.failures.append(f"{name}: {error!r}"),
             event_log=EventLog("decode", 0, clock=clock, log_failure=log_failure),
-            hear_engine=lambda: None,
+            deliver_posted=lambda: None,
             facts=EngineFacts(),
         )
 

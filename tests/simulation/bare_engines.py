@@ -159,7 +159,7 @@ class Rank:
             log_failure=_refuse_failure,
             log_crash=_refuse_crash,
             event_log=SilentEventLog(engine_id, tp_rank, doors.clock, _refuse_failure, lambda cause, text: None),
-            hear_engine=lambda: None,
+            deliver_posted=lambda: None,
             facts=EngineFacts(),
         )
 

@@ -287,7 +287,7 @@ class Rank:
             log_failure=lambda subject, failure: self._log_failure(subject, failure),
             log_crash=lambda actor, error: around.oracles.crash(engine.name, actor, error),
             event_log=SilentEventLog(process.engine_id, tp_rank, clock, self._log_failure, self._note_line),
-            hear_engine=lambda: None,
+            deliver_posted=lambda: None,
             facts=EngineFacts(),
             descriptors_ahead_max=DESCRIPTORS_AHEAD_MAX,
         )

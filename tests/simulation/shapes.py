@@ -7,7 +7,7 @@ import enum
 
 import msgspec
 
-from connector.runtime.held_commands import LOOK_SECONDS
+from connector.runtime.deferred_commands import LOOK_SECONDS
 
 RANK_LAG_SECONDS_MAX = 0.0005
 """How much later than the first one another rank may take up a step."""

@@ -52,8 +52,8 @@ NOT_REACHED = {
     "connector/ports/gate.py": "it speaks to libzmq; tests/conformance/test_strangers.py",
     "connector/ports/curve_keys.py": "a gate and real sockets ask it; tests/conformance/test_strangers.py",
     "connector/ports/host_names.py": "of the real side channel; tests/conformance/test_host_names.py",
-    "connector/runtime/held_commands.py: await trio.sleep(LOOK_SECONDS)": (
-        "no scene has a device that is late; tests/unit/test_held_commands.py"
+    "connector/runtime/deferred_commands.py: await trio.sleep(LOOK_SECONDS)": (
+        "no scene has a device that is late; tests/unit/test_deferred_commands.py"
     ),
     "connector/runtime/pace.py: async with self._turn": (
         "trio hands a lock over before it lets go on who waits for it: only a cancellation can be raised there"

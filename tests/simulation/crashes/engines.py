@@ -254,7 +254,7 @@ class Rank:
                 log_failure=log_failure,
                 log_crash=log_crash,
                 event_log=EventLog(name, number, clock=clock, log_failure=log_failure),
-                hear_engine=lambda: self.thread.hear(),
+                deliver_posted=lambda: self.thread.deliver_posted(),
                 facts=EngineFacts(),
             )
             if shape.is_busy:

@@ -15,7 +15,7 @@ from connector.ports.nixl_agent.core import AgentCore
 from connector.ports.zmq_bridge import ZmqRequester
 from connector.runtime import connections, handshake, lease_keeper, peer_actor, restarts
 from connector.runtime.connections import Connections
-from connector.runtime.held_commands import HeldCommands
+from connector.runtime.deferred_commands import DeferredCommands
 from connector.runtime.lease_keeper import LeaseKeeper
 from connector.runtime.mailbox import Mailbox
 from connector.runtime.peer_actor import PeerActor
@@ -336,7 +336,7 @@ READS = (
         name="a READ beside the drafts of a step",
         row=7,
         broken="a READ begins while a step that vLLM knows the end of may still write into its blocks",
-        changes=(Edit(HeldCommands._let_through, "are_over is not None and not are_over()", "False"),),
+        changes=(Edit(DeferredCommands._let_through, "are_over is not None and not are_over()", "False"),),
         place=level2("bytes"),
     ),
     Mutant(
@@ -349,9 +349,11 @@ READS = (
         name="a device that has failed holds up nobody",
         broken="a READ begins although the device cannot be asked whether it still writes into the blocks",
         changes=(
-            Edit(HeldCommands._let_through, "self._on_failed(error)\n            return", "self._on_failed(error)"),
+            Edit(DeferredCommands._let_through, "self._on_failed(error)\n            return", "self._on_failed(error)"),
         ),
-        place=ByTest("tests/unit/test_held_commands.py::test_nothing_is_let_through_for_a_device_that_cannot_be_asked"),
+        place=ByTest(
+            "tests/unit/test_deferred_commands.py::test_nothing_is_let_through_for_a_device_that_cannot_be_asked"
+        ),
     ),
     Mutant(
         name="a prompt is lent beside the drafts of its step",
@@ -366,20 +368,20 @@ READS = (
     Mutant(
         name="an abort overtakes its READ",
         broken="the actors hear that a request was given up before they hear that it is to be read",
-        changes=(Edit(HeldCommands.take, "_request_of(command) not in self._requests", "True"),),
-        place=ByTest("tests/unit/test_held_commands.py::test_an_abort_stays_behind_the_read_that_it_is_to_end"),
+        changes=(Edit(DeferredCommands.take, "_request_of(command) not in self._requests", "True"),),
+        place=ByTest("tests/unit/test_deferred_commands.py::test_an_abort_stays_behind_the_read_that_it_is_to_end"),
     ),
     Mutant(
-        name="held after the stop",
+        name="deferred after the stop",
         broken="a READ that has to wait for the device is asked for once the actors have stopped, and waits for ever",
-        changes=(Edit(HeldCommands.release, "self._is_released = True", "pass"),),
-        place=ByTest("tests/unit/test_held_commands.py::test_nothing_waits_any_more_once_the_actors_have_stopped"),
+        changes=(Edit(DeferredCommands.release, "self._is_released = True", "pass"),),
+        place=ByTest("tests/unit/test_deferred_commands.py::test_nothing_waits_any_more_once_the_actors_have_stopped"),
     ),
     Mutant(
         name="leases wait behind READs",
         broken="P is asked for a lease of which its workers have not heard, because a READ of its own has to wait",
-        changes=(Edit(HeldCommands.take, "_request_of(command) not in self._requests", "not self._held"),),
-        place=ByTest("tests/unit/test_held_commands.py::test_everything_else_passes"),
+        changes=(Edit(DeferredCommands.take, "_request_of(command) not in self._requests", "not self._deferred"),),
+        place=ByTest("tests/unit/test_deferred_commands.py::test_everything_else_passes"),
     ),
     Mutant(
         name="who came too late waits for ever",
@@ -420,7 +422,7 @@ READS = (
         broken="a request that a retired actor has not heard of goes to its successor behind its own end",
         changes=(Edit(Supervisor._run_peer, "self._deliver_now(command)", "self.deliver(command)"),),
         place=ByTest(
-            "tests/unit/test_held_commands.py::"
+            "tests/unit/test_deferred_commands.py::"
             "test_what_a_retired_actor_has_not_heard_goes_to_its_successor_before_what_waits_for_the_device"
         ),
     ),

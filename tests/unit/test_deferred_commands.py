@@ -19,7 +19,7 @@ from connector.protocol import (
     StartPull,
     TrackLease,
 )
-from connector.runtime.held_commands import HeldCommands
+from connector.runtime.deferred_commands import DeferredCommands
 from connector.runtime.restarts import keep_running
 from connector.runtime.supervisor import Supervisor
 from statemachine.lease import LeaseName
@@ -49,7 +49,7 @@ class Actors:
         self.told: list[Command] = []
         self.crashes: list[str] = []
         self.failures: list[str] = []
-        self.held = HeldCommands(self.told.append, self.note_failure)
+        self.deferred = DeferredCommands(self.told.append, self.note_failure)
 
     def note_crash(self, name: str, error: BaseException) -> None:
         self.crashes.append(f"{name}: {error}")
@@ -59,7 +59,7 @@ class Actors:
 
     def take(self, *commands: Command | AfterSteps) -> None:
         for command in commands:
-            self.held.take(command)
+            self.deferred.take(command)
 
 
 def run(test: Callable[[Actors, Steps], object], then: Callable[[Actors, Steps], object]) -> Actors:
@@ -68,7 +68,7 @@ def run(test: Callable[[Actors, Steps], object], then: Callable[[Actors, Steps],
 
     async def main() -> None:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(actors.held.run)
+            nursery.start_soon(actors.deferred.run)
             test(actors, steps)
             await trio.sleep(1)
             then(actors, steps)
@@ -86,7 +86,7 @@ def test_a_read_waits_for_the_steps_before_it_and_nobody_else_has_to_ask() -> No
     def test(actors: Actors, steps: Steps) -> None:
         actors.take(steps.after(1, first), steps.after(2, second))
         assert actors.told == []
-        assert len(actors.held) == 2
+        assert len(actors.deferred) == 2
 
     def then(actors: Actors, steps: Steps) -> None:
         assert actors.told == []
@@ -94,7 +94,7 @@ def test_a_read_waits_for_the_steps_before_it_and_nobody_else_has_to_ask() -> No
 
     actors = run(test, then)
     assert actors.told == [first]
-    assert len(actors.held) == 1
+    assert len(actors.deferred) == 1
 
 
 def test_all_that_wait_go_when_the_last_step_is_over() -> None:
@@ -149,7 +149,7 @@ def test_what_a_retired_actor_has_not_heard_goes_to_its_successor_before_what_wa
     actors.take(steps.after(1, first), abort)
     supervisor = object.__new__(Supervisor)
     vars(supervisor).update(
-        _held=actors.held, _hand_out=actors.told.append, _forget=lambda key: None, _log_crash=actors.note_crash
+        _deferred=actors.deferred, _hand_out=actors.told.append, _forget=lambda key: None, _log_crash=actors.note_crash
     )
 
     async def run_nothing() -> None:
@@ -158,7 +158,7 @@ def test_what_a_retired_actor_has_not_heard_goes_to_its_successor_before_what_wa
     retired = SimpleNamespace(run=run_nothing, recover=None, take_unheard=lambda: [unheard])
     trio.run(supervisor._run_peer, PeerKey("p", 1, 1, 1), retired)
     steps.over = 1
-    actors.held._let_through()
+    actors.deferred._let_through()
     assert actors.told == [unheard, first, abort]
     assert actors.crashes == []
 
@@ -183,9 +183,9 @@ def test_nothing_waits_any_more_once_the_actors_have_stopped() -> None:
     actors, steps = Actors(), Steps()
     first, abort = pull("a", [1]), AbortPull(request_id="a")
     actors.take(steps.after(1, first), abort)
-    actors.held.release()
+    actors.deferred.release()
     assert actors.told == [first, abort]
-    assert len(actors.held) == 0
+    assert len(actors.deferred) == 0
     actors.take(steps.after(1, pull("b", [1])))
     assert actors.told[-1] == pull("b", [1]), "nobody lets anything through any more"
 
@@ -203,7 +203,7 @@ def test_what_waits_goes_on_waiting_when_its_task_has_crashed(monkeypatch: pytes
 
     async def main() -> None:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(keep_running, "held commands", actors.held.run, actors.note_crash)
+            nursery.start_soon(keep_running, "deferred commands", actors.deferred.run, actors.note_crash)
             actors.take(steps.after(1, first))
             await sleep(5)
             assert actors.told == []
@@ -211,10 +211,10 @@ def test_what_waits_goes_on_waiting_when_its_task_has_crashed(monkeypatch: pytes
             await sleep(5)
             nursery.cancel_scope.cancel()
 
-    monkeypatch.setattr("connector.runtime.held_commands.trio.sleep", raises_once)
+    monkeypatch.setattr("connector.runtime.deferred_commands.trio.sleep", raises_once)
     trio.run(main, clock=MockClock(autojump_threshold=0))
     assert actors.told == [first]
-    assert actors.crashes == ["held commands: a crash"]
+    assert actors.crashes == ["deferred commands: a crash"]
 
 
 def test_nothing_is_let_through_for_a_device_that_cannot_be_asked() -> None:
@@ -229,7 +229,7 @@ def test_nothing_is_let_through_for_a_device_that_cannot_be_asked() -> None:
     def then(actors: Actors, _: Steps) -> None:
         assert actors.told == []
         assert set(actors.failures) == {"CUDA error: unspecified launch failure"}
-        actors.held.release()
+        actors.deferred.release()
 
     actors = run(test, then)
     assert [command.request_id for command in actors.told if isinstance(command, StartPull)] == ["a", "b"]

@@ -21,7 +21,7 @@ from connector.protocol import AbortPull, AfterSteps, Command, RejectPull, Start
 LOOK_SECONDS = 0.0005
 
 
-class HeldCommands:
+class DeferredCommands:
     """See the module's docstring.
 
     Args:
@@ -37,14 +37,14 @@ class HeldCommands:
         self._deliver = deliver
         self._on_failed = on_failed
         # With the end of the steps that each waits for; None: it waits for what is before it.
-        self._held: deque[tuple[Command, Callable[[], bool] | None]] = deque()
+        self._deferred: deque[tuple[Command, Callable[[], bool] | None]] = deque()
         # How many of them are about a request.
         self._requests: Counter[str] = Counter()
         self._is_any = trio.Event()
         self._is_released = False
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._deferred)
 
     def take(self, command: Command | AfterSteps) -> None:
         """Deliver it now, or later."""
@@ -55,29 +55,29 @@ class HeldCommands:
         if self._is_released or (are_over is None and _request_of(command) not in self._requests):
             self._deliver(command)
             return
-        self._held.append((command, are_over))
+        self._deferred.append((command, are_over))
         self._requests[_request_of(command)] += 1
         self._is_any.set()
 
     def release(self) -> None:
         """From now on nothing waits, whatever the device does: nothing will be read or lent any more."""
         self._is_released = True
-        while self._held:
+        while self._deferred:
             self._deliver(self._pop())
 
     async def run(self) -> None:
         """Until cancelled."""
         while True:
             await self._is_any.wait()
-            while self._held:
+            while self._deferred:
                 self._let_through()
-                if self._held:
+                if self._deferred:
                     await trio.sleep(LOOK_SECONDS)
             self._is_any = trio.Event()
 
     def _let_through(self) -> None:
-        while self._held:
-            _, are_over = self._held[0]
+        while self._deferred:
+            _, are_over = self._deferred[0]
             try:
                 if are_over is not None and not are_over():
                     return
@@ -87,7 +87,7 @@ class HeldCommands:
             self._deliver(self._pop())
 
     def _pop(self) -> Command:
-        command, _ = self._held.popleft()
+        command, _ = self._deferred.popleft()
         request_id = _request_of(command)
         self._requests[request_id] -= 1
         if not self._requests[request_id]:
