@@ -13,6 +13,7 @@ from connector.config import ConnectorOptions
 from connector.layout.local import LocalRank
 from connector.layout.plan_cache import PlanCache
 from connector.observe.event_log import EventLog
+from connector.ports.nixl import NixlPort
 from connector.ports.side_channel import SideChannel
 from connector.protocol import WorkerEvent
 from connector.runtime.figures import Figures
@@ -25,36 +26,52 @@ from statemachine.remote_engine import EngineLimits
 
 
 @dataclass(frozen=True, kw_only=True)
-class ActorContext:
-    """Shared by the supervisor's actors.
+class WorkerContext:
+    """What a worker process gives its supervisor, and this to all actors.
 
     Attributes:
         process: a secret of this process, of which it makes what each P calls it: 32 hex digits.
-        plans: of READs from the engines that were met.
-        pace: of long computations.
         figures: where what no transition tells is counted.
         emit: hands a worker event to the engine thread.
         log_failure: writes one line for people: subject, failure.
-        sums: where the engine thread is asked for checksums.
-        event_log: what becomes of peers, for people.
         log_crash: writes a line with a traceback: what raised it, what it raised.
+        event_log: what becomes of peers and leases, for people.
     """
 
     options: ConnectorOptions
     local: LocalRank
     process: str
-    reads: Reads
+    nixl_port: NixlPort
     side_channel: SideChannel
     clock: Clock
     recorder: Recorder
-    plans: PlanCache
-    pace: Pace
     figures: Figures
     emit: Callable[[WorkerEvent], None]
     log_failure: Callable[[str, Failure], None]
     log_crash: Callable[[str, BaseException], None]
     event_log: EventLog
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorContext(WorkerContext):
+    """Shared by the supervisor's actors: what the process gives them, and what is made once for all of them.
+
+    Attributes:
+        plans: of READs from the engines that were met.
+        pace: of long computations.
+        sums: where the engine thread is asked for checksums.
+    """
+
+    reads: Reads
+    plans: PlanCache
+    pace: Pace
     sums: SumDesk
+
+    @classmethod
+    def of(cls, worker: WorkerContext, reads: Reads) -> ActorContext:
+        """That of a worker process whose READs go through `reads`."""
+        pace, sums = Pace(worker.clock), SumDesk(worker.emit)
+        return cls(**vars(worker), reads=reads, plans=PlanCache(), pace=pace, sums=sums)
 
 
 def engine_limits(options: ConnectorOptions) -> EngineLimits:

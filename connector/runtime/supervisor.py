@@ -23,13 +23,9 @@ from typing import assert_never
 import msgspec
 import trio
 
-from connector.clock import NS_PER_SECOND, Clock, to_ns
-from connector.config import ConnectorOptions
-from connector.layout.local import LocalRank
-from connector.layout.plan_cache import PlanCache
-from connector.observe.event_log import EventLog
-from connector.ports.nixl import NixlPort, NotificationReceived
-from connector.ports.side_channel import Listener, SideChannel
+from connector.clock import NS_PER_SECOND, to_ns
+from connector.ports.nixl import NotificationReceived
+from connector.ports.side_channel import Listener
 from connector.protocol import (
     AbortPull,
     AfterSteps,
@@ -47,25 +43,20 @@ from connector.protocol import (
     SumsFound,
     TrackLease,
     WarmedUp,
-    WorkerEvent,
     WorkerStopped,
 )
-from connector.runtime.context import ActorContext
+from connector.runtime.context import ActorContext, WorkerContext
 from connector.runtime.deferred_commands import DeferredCommands
-from connector.runtime.figures import Figures
 from connector.runtime.inspector import Inspector
 from connector.runtime.introducer import Introducer
 from connector.runtime.lease_keeper import LeaseKeeper, lending_limits
-from connector.runtime.pace import Pace
 from connector.runtime.peer_actor import PeerActor
 from connector.runtime.reads import DESCRIPTORS_AHEAD_MAX, Reads
-from connector.runtime.recorder import Recorder
 from connector.runtime.restarts import keep_running
-from connector.runtime.verification import SumDesk
 from connector.wire.administration import Meet, MeetReport
 from connector.wire.inspection import EngineFacts
 from statemachine import roster
-from statemachine.failures import ActorCrashed, ConnectorStopped, Failure
+from statemachine.failures import ActorCrashed, ConnectorStopped
 from statemachine.kernel import Event
 from statemachine.quarantine import limit_of
 from statemachine.remote_engine import Recall, Retire, Stop
@@ -81,13 +72,8 @@ class Supervisor:
     """See the module's docstring.
 
     Args:
-        control: the control socket, of `side_channel`.
-        process: a secret of this process, of which it makes what each P calls it: 32 hex digits.
-        figures: where what no transition tells is counted.
-        emit: hands a worker event to the engine thread.
-        log_failure: writes one line for people.
-        log_crash: writes a line with a traceback: which actor, what it raised.
-        event_log: what becomes of peers and leases, for people.
+        control: the control socket, of the side channel.
+        leave_secret: what an engine's own message to leave has to carry.
         deliver_posted: calls `deliver` with the commands that the engine thread has posted and that are on their way.
         facts: what tools are told of this worker that does not change.
         descriptors_ahead_max: as for `Reads`. A simulator, whose requests are small, passes less, so that READs wait.
@@ -96,49 +82,38 @@ class Supervisor:
 
     def __init__(
         self,
+        worker: WorkerContext,
         *,
-        options: ConnectorOptions,
-        local: LocalRank,
-        nixl_port: NixlPort,
-        side_channel: SideChannel,
         control: Listener,
         leave_secret: bytes,
-        process: str,
-        clock: Clock,
-        recorder: Recorder,
-        figures: Figures,
-        emit: Callable[[WorkerEvent], None],
-        log_failure: Callable[[str, Failure], None],
-        log_crash: Callable[[str, BaseException], None],
-        event_log: EventLog,
         deliver_posted: Callable[[], None],
         facts: EngineFacts,
         descriptors_ahead_max: int = DESCRIPTORS_AHEAD_MAX,
         is_warm: bool = True,
     ) -> None:
-        self._log_crash = log_crash
-        self._nixl_port = nixl_port
-        self._side_channel = side_channel
+        options, event_log = worker.options, worker.event_log
+        self._log_crash = worker.log_crash
         self._reads = Reads(
-            port=nixl_port,
-            clock=clock,
-            figures=figures,
-            emit=emit,
+            port=worker.nixl_port,
+            clock=worker.clock,
+            figures=worker.figures,
+            emit=worker.emit,
             on_notification=self._route_notification,
             on_broken=self._stop_everything,
-            log_crash=log_crash,
+            log_crash=worker.log_crash,
             descriptors_ahead_max=descriptors_ahead_max,
         )
+        self._context = ActorContext.of(worker, self._reads)
         self._lease_keeper = LeaseKeeper(
             limits=lending_limits(options),
-            clock=clock,
-            observe=recorder.observer(None, log=event_log.observe_lease),
-            catch_up=recorder.catch_up,
-            figures=figures,
-            emit=emit,
-            log_failure=log_failure,
-            log_crash=log_crash,
-            watch_notifications=nixl_port.expect_notifications,
+            clock=worker.clock,
+            observe=worker.recorder.observer(None, log=event_log.observe_lease),
+            catch_up=worker.recorder.catch_up,
+            figures=worker.figures,
+            emit=worker.emit,
+            log_failure=worker.log_failure,
+            log_crash=worker.log_crash,
+            watch_notifications=worker.nixl_port.expect_notifications,
             control=control,
             leave_secret=leave_secret,
             hear_engine=deliver_posted,
@@ -147,30 +122,13 @@ class Supervisor:
         )
         self._introducer = Introducer(
             options=options,
-            own_engine_id=local.layout.engine_id,
-            side_channel=side_channel,
-            clock=clock,
+            own_engine_id=worker.local.layout.engine_id,
+            side_channel=worker.side_channel,
+            clock=worker.clock,
             meet=self.deliver,
             is_connected=lambda key: key in self._peers and self._peers[key].is_connected,
             say=lambda line: event_log.write("known peers", line),
-            log_crash=log_crash,
-        )
-        self._context = ActorContext(
-            options=options,
-            local=local,
-            process=process,
-            reads=self._reads,
-            side_channel=side_channel,
-            clock=clock,
-            recorder=recorder,
-            plans=PlanCache(),
-            pace=Pace(clock),
-            figures=figures,
-            emit=emit,
-            log_failure=log_failure,
-            log_crash=log_crash,
-            event_log=event_log,
-            sums=SumDesk(emit),
+            log_crash=worker.log_crash,
         )
         # Those of the members of the roster.
         self._peers: dict[PeerKey, PeerActor] = {}
@@ -178,7 +136,7 @@ class Supervisor:
         self._roster = Roster(
             members_max=options.peer_limit,
             idle_ns=self._idle_ns,
-            quarantine_blocks_max=limit_of(options.quarantine_limit, local.layout.num_blocks),
+            quarantine_blocks_max=limit_of(options.quarantine_limit, worker.local.layout.num_blocks),
             member=self._peers.__getitem__,
         )
         self._deferred = DeferredCommands(self._deliver_now, self._on_device_failed)
@@ -219,9 +177,9 @@ class Supervisor:
                 nursery.cancel_scope.cancel()
         finally:
             self._close_roster()
-            self._side_channel.close()
+            self._context.side_channel.close()
             with trio.CancelScope(shield=True):
-                await self._nixl_port.aclose(SHUTDOWN_GRACE_SECONDS)
+                await self._context.nixl_port.aclose(SHUTDOWN_GRACE_SECONDS)
 
     def stop(self) -> None:
         """Trio thread: end. Open requests fail, READs in flight are waited for a moment."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import secrets
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -39,6 +39,7 @@ from connector.observe.stats import ConnectorStats
 from connector.observe.trace_log import open_trace_log
 from connector.observe.trace_writer import TraceWriter
 from connector.ports.nixl_agent import RealNixlPort
+from connector.ports.side_channel import Listener
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.protocol import (
     AfterSteps,
@@ -52,6 +53,7 @@ from connector.protocol import (
     WorkerEvent,
     WorkerStopped,
 )
+from connector.runtime.context import WorkerContext
 from connector.runtime.figures import Figures
 from connector.runtime.recorder import Recorder
 from connector.runtime.supervisor import SHUTDOWN_GRACE_SECONDS, Supervisor
@@ -218,9 +220,7 @@ class ConnectorWorker:
         )
         thread = self._thread = ActorThread(
             ACTORS_THREAD,
-            lambda: self._make_supervisor(
-                registration, place.number, nixl_port, lambda: thread.deliver_posted(), device
-            ),
+            lambda: self._make_supervisor(registration, place.number, nixl_port, device),
             self._note_death,
             self._figures.note_wake_up,
         )
@@ -290,18 +290,52 @@ class ConnectorWorker:
         self._thread.flush()
 
     async def _make_supervisor(
-        self,
-        registration: Registration,
-        rank_number: int,
-        nixl_port: RealNixlPort,
-        deliver_posted: Callable[[], None],
-        device: torch.device,
+        self, registration: Registration, rank_number: int, nixl_port: RealNixlPort, device: torch.device
     ) -> Supervisor:
         """In the actors' thread."""
         make_current(device)  # for `StepFence`, whose events are asked for here
-        layout = registration.layout
-        clock = self._clock
-        log_failure = FailureLog(layout.engine_id, rank_number)
+        assert self._thread is not None
+        engine_id, clock = registration.layout.engine_id, self._clock
+        log_failure = FailureLog(engine_id, rank_number)
+        side_channel, control_host, control = self._open_control_socket(rank_number, log_failure)
+        metadata = self._handshake_metadata = self._describe(
+            registration, nixl_port.agent_metadata, control_host, control.port, side_channel.public_key
+        )
+        context = WorkerContext(
+            options=self._options,
+            local=registration,
+            process=uuid.uuid4().hex,
+            nixl_port=nixl_port,
+            side_channel=side_channel,
+            clock=clock,
+            recorder=Recorder(
+                engine_id=engine_id,
+                rank=rank_number,
+                role=self._role,
+                clock=clock,
+                sink=self._trace,
+                figures=self._figures,
+                count_crash=lambda: self._figures.note(catalogue.CRASHES),
+            ),
+            figures=self._figures,
+            emit=self._emit,
+            log_failure=log_failure,
+            log_crash=self._note_crash,
+            event_log=EventLog(engine_id, rank_number, clock=clock, log_failure=log_failure),
+        )
+        control_address = join_address(control_host, control.port)
+        return Supervisor(
+            context,
+            control=control,
+            leave_secret=metadata.leave_secret,
+            deliver_posted=self._thread.deliver_posted,
+            facts=engine_facts(self._vllm_config, self._kv_cache_config, self._options, registration, control_address),
+            is_warm=False,
+        )
+
+    def _open_control_socket(self, rank_number: int, log_failure: FailureLog) -> tuple[ZmqSideChannel, str, Listener]:
+        """The side channel, where peers are told that the control socket listens, and this. Who is turned away there is
+        logged and counted."""
         log_stranger = StrangerLog("control socket")
 
         def refuse(address: str, sentence: str) -> None:
@@ -319,11 +353,16 @@ class ConnectorWorker:
         side_channel = ZmqSideChannel(self._access, refuse, say_no_room)
         port = control_port(self._vllm_config, self._options, rank_number)
         host = listening_host(self._vllm_config.parallel_config)
-        control_host, control = open_control_socket(side_channel, host, cut_off, port)
-        leave_secret = secrets.token_bytes(LEAVE_SECRET_BYTES)
-        self._handshake_metadata = HandshakeMetadata(
+        return side_channel, *open_control_socket(side_channel, host, cut_off, port)
+
+    def _describe(
+        self, registration: Registration, agent_metadata: bytes, host: str, port: int, public_key: str | None
+    ) -> HandshakeMetadata:
+        """What peers are told in the handshake. `host`, `port`, `public_key`: of the control socket."""
+        layout = registration.layout
+        return HandshakeMetadata(
             compatibility_hash=registration.compatibility_hash,
-            agent_metadata=encode_agent_metadata(registration.agent_metadata(nixl_port.agent_metadata)),
+            agent_metadata=encode_agent_metadata(registration.agent_metadata(agent_metadata)),
             extension=ActorExtension(
                 life="",
                 tp_size=layout.tp_size,
@@ -331,46 +370,13 @@ class ConnectorWorker:
                 pp_size=self._vllm_config.parallel_config.pipeline_parallel_size,
                 tp_rank=layout.tp_rank,
                 pp_rank=layout.pp_rank,
-                control_host=control_host,
-                control_port=control.port,
-                control_key=side_channel.public_key,
+                control_host=host,
+                control_port=port,
+                control_key=public_key,
                 identity=registration.identity,
                 verify=self._options.verify,
             ),
-            leave_secret=leave_secret,
-        )
-        return Supervisor(
-            options=self._options,
-            local=registration,
-            nixl_port=nixl_port,
-            side_channel=side_channel,
-            control=control,
-            leave_secret=leave_secret,
-            process=uuid.uuid4().hex,
-            clock=clock,
-            recorder=Recorder(
-                engine_id=layout.engine_id,
-                rank=rank_number,
-                role=self._role,
-                clock=clock,
-                sink=self._trace,
-                figures=self._figures,
-                count_crash=lambda: self._figures.note(catalogue.CRASHES),
-            ),
-            figures=self._figures,
-            emit=self._emit,
-            log_failure=log_failure,
-            log_crash=self._note_crash,
-            event_log=EventLog(layout.engine_id, rank_number, clock=clock, log_failure=log_failure),
-            deliver_posted=deliver_posted,
-            facts=engine_facts(
-                self._vllm_config,
-                self._kv_cache_config,
-                self._options,
-                registration,
-                join_address(control_host, control.port),
-            ),
-            is_warm=False,
+            leave_secret=secrets.token_bytes(LEAVE_SECRET_BYTES),
         )
 
     def _emit(self, event: WorkerEvent) -> None:

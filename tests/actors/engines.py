@@ -46,6 +46,7 @@ from connector.protocol import (
     TrackLease,
     WorkerEvent,
 )
+from connector.runtime.context import WorkerContext
 from connector.runtime.figures import Figures
 from connector.runtime.listener import HandshakeListener
 from connector.runtime.reads import DESCRIPTORS_AHEAD_MAX
@@ -460,14 +461,12 @@ def _rank(
     def log_failure(subject: str, failure: Failure) -> None:
         failures.append((subject, failure))
 
-    supervisor = Supervisor(
+    context = WorkerContext(
         options=options,
         local=local,
+        process=uuid.uuid4().hex,
         nixl_port=port,
         side_channel=side_channel,
-        control=control,
-        leave_secret=LEAVE_SECRET,
-        process=uuid.uuid4().hex,
         clock=clock,
         recorder=Recorder(
             engine_id=engine_id,
@@ -481,6 +480,11 @@ def _rank(
         log_failure=log_failure,
         log_crash=lambda name, error: crashes.append((name, error)),
         event_log=EventLog(engine_id, rank.tp_rank, clock=clock, log_failure=log_failure),
+    )
+    supervisor = Supervisor(
+        context,
+        control=control,
+        leave_secret=LEAVE_SECRET,
         deliver_posted=lambda: None,
         facts=EngineFacts(),
         descriptors_ahead_max=descriptors_ahead_max,

@@ -55,6 +55,7 @@ from connector.ports.nixl_agent import RealNixlPort
 from connector.ports.nixl_agent.core import AgentCore
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.protocol import Command, PeerAddress, TrackLease
+from connector.runtime.context import WorkerContext
 from connector.runtime.figures import Figures
 from connector.runtime.listener import HandshakeListener
 from connector.runtime.recorder import Recorder
@@ -310,14 +311,12 @@ def decode_rank(model: Model, memory: Memory, wanted: int, *, is_metered: bool) 
         if turns is not None:
             trio.lowlevel.add_instrument(turns)
         side_channel = ZmqSideChannel()
-        return Supervisor(
+        context = WorkerContext(
             options=ConnectorOptions(handshake_timeout_seconds=60.0),
             local=local,
+            process=uuid.uuid4().hex,
             nixl_port=port,
             side_channel=side_channel,
-            control=side_channel.listen(HOST, 0),
-            leave_secret=LEAVE_SECRET,
-            process=uuid.uuid4().hex,
             clock=clock,
             recorder=Recorder(engine_id="decode", rank=0, role="kv_consumer", clock=clock, sink=connected),
             figures=Figures(),
@@ -325,6 +324,11 @@ def decode_rank(model: Model, memory: Memory, wanted: int, *, is_metered: bool) 
             log_failure=log_failure,
             log_crash=lambda name, error: connected.failures.append(f"{name}: {error!r}"),
             event_log=EventLog("decode", 0, clock=clock, log_failure=log_failure),
+        )
+        return Supervisor(
+            context,
+            control=side_channel.listen(HOST, 0),
+            leave_secret=LEAVE_SECRET,
             deliver_posted=lambda: None,
             facts=EngineFacts(),
         )

@@ -37,7 +37,7 @@ class Inside:
     @property
     def nixl_port(self) -> NixlPort:
         """Keep it to ask what it holds after a shutdown."""
-        port: NixlPort = self._supervisor._nixl_port
+        port: NixlPort = self._supervisor._context.nixl_port
         return port
 
     def holdings(self) -> Holdings:

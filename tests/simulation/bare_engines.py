@@ -37,6 +37,7 @@ from connector.protocol import (
     TrackLease,
     WorkerEvent,
 )
+from connector.runtime.context import WorkerContext
 from connector.runtime.figures import Figures
 from connector.runtime.listener import HandshakeListener
 from connector.runtime.recorder import Recorder
@@ -137,14 +138,12 @@ class Rank:
         self.port = world.open(name, [MemoryRange(memory.ctypes.data, memory.nbytes)], doors.clock.now_ns)
         side_channel = doors.open_channel(name)
         self._control: Listener = side_channel.listen(self._host, 0, frame_bytes_max=REQUEST_BYTES_MAX)
-        self.supervisor = Supervisor(
+        context = WorkerContext(
             options=OPTIONS,
             local=self._local,
+            process=uuid.uuid5(uuid.NAMESPACE_OID, name).hex,
             nixl_port=self.port,
             side_channel=side_channel,
-            control=self._control,
-            leave_secret=LEAVE_SECRET,
-            process=uuid.uuid5(uuid.NAMESPACE_OID, name).hex,
             clock=doors.clock,
             recorder=Recorder(
                 engine_id=engine_id,
@@ -159,6 +158,11 @@ class Rank:
             log_failure=_refuse_failure,
             log_crash=_refuse_crash,
             event_log=SilentEventLog(engine_id, tp_rank, doors.clock, _refuse_failure, lambda cause, text: None),
+        )
+        self.supervisor = Supervisor(
+            context,
+            control=self._control,
+            leave_secret=LEAVE_SECRET,
             deliver_posted=lambda: None,
             facts=EngineFacts(),
         )

@@ -35,6 +35,7 @@ from connector.protocol import (
     WorkerEvent,
     WorkerStopped,
 )
+from connector.runtime.context import WorkerContext
 from connector.runtime.draining import EngineDraining, OwnWorker
 from connector.runtime.figures import Figures
 from connector.runtime.listener import HandshakeListener
@@ -264,14 +265,12 @@ class Rank:
         self.problems_said: Counter[str] = Counter()
         """How often it was said that a known peer cannot be met, by its place."""
         self.figures = Figures()
-        self.supervisor = Supervisor(
+        context = WorkerContext(
             options=around.options_of(engine.name),
             local=self._local,
+            process=uuid.uuid5(uuid.NAMESPACE_OID, f"{self._owner} {tp_rank}").hex,
             nixl_port=self.port,
             side_channel=side_channel,
-            control=self.control,
-            leave_secret=LEAVE_SECRET,
-            process=uuid.uuid5(uuid.NAMESPACE_OID, f"{self._owner} {tp_rank}").hex,
             clock=clock,
             recorder=Recorder(
                 engine_id=process.engine_id,
@@ -287,6 +286,11 @@ class Rank:
             log_failure=lambda subject, failure: self._log_failure(subject, failure),
             log_crash=lambda actor, error: around.oracles.crash(engine.name, actor, error),
             event_log=SilentEventLog(process.engine_id, tp_rank, clock, self._log_failure, self._note_line),
+        )
+        self.supervisor = Supervisor(
+            context,
+            control=self.control,
+            leave_secret=LEAVE_SECRET,
             deliver_posted=lambda: None,
             facts=EngineFacts(),
             descriptors_ahead_max=DESCRIPTORS_AHEAD_MAX,

@@ -31,6 +31,7 @@ from connector.observe.log import get_logger, log_crash
 from connector.observe.trace_log import JsonLinesSink
 from connector.ports.nixl import MemoryRange
 from connector.protocol import Command, PeerAddress
+from connector.runtime.context import WorkerContext
 from connector.runtime.draining import EngineDraining, OwnWorker
 from connector.runtime.listener import HandshakeListener
 from connector.runtime.pace import PIECE_NS
@@ -232,14 +233,12 @@ class Rank:
         worker._log_failure = log_failure = FailureLog(name, number)
 
         async def make_supervisor() -> Supervisor:
-            supervisor = Supervisor(
+            context = WorkerContext(
                 options=options,
                 local=local,
+                process=uuid.uuid5(uuid.NAMESPACE_OID, owner).hex,
                 nixl_port=_NixlDoor(points, owner, "nixl", self.port),  # type: ignore[arg-type]
                 side_channel=Door(points, owner, "side channel", channel, SIDE_CHANNEL_KINDS),  # type: ignore[arg-type]
-                control=Door(points, owner, "listener", self.control),  # type: ignore[arg-type]
-                leave_secret=LEAVE_SECRET,
-                process=uuid.uuid5(uuid.NAMESPACE_OID, owner).hex,
                 clock=clock,
                 recorder=Recorder(
                     engine_id=name,
@@ -254,6 +253,11 @@ class Rank:
                 log_failure=log_failure,
                 log_crash=log_crash,
                 event_log=EventLog(name, number, clock=clock, log_failure=log_failure),
+            )
+            supervisor = Supervisor(
+                context,
+                control=Door(points, owner, "listener", self.control),  # type: ignore[arg-type]
+                leave_secret=LEAVE_SECRET,
                 deliver_posted=lambda: self.thread.deliver_posted(),
                 facts=EngineFacts(),
             )
