@@ -16,7 +16,7 @@ import trio
 
 from connector.config import ConnectorOptions
 from connector.observe.asking import Address
-from connector.observe.cli.live import _tables
+from connector.observe.cli.tables import tables
 from connector.observe.diagnosis import diagnose
 from connector.observe.explanation import explain, find, live_of
 from connector.observe.live import Question, Survey, opened_surveyor
@@ -170,7 +170,7 @@ def test_what_waits_is_shown_with_what_it_waits_for(monkeypatch: pytest.MonkeyPa
             assert (waits.peer, waits.remote_request_id, waits.lease_number) == ("p", "lent-waits", 1)
             (peer,) = of_d.of(PeerRow)
             assert (peer.requests, peer.queued, peer.loading_blocks, peer.quarantined_blocks) == (1, 1, 3, 0)
-            (shown,) = [table for table in _tables(found) if table.title == "Peers"]
+            (shown,) = [table for table in tables(found) if table.title == "Peers"]
             cells = {column.header: list(column.cells) for column in shown.columns}
             assert (cells["loading blocks"], cells["quarantined blocks"]) == (["3"], ["0"])
             (read,) = of_d.of(ReadRow)

@@ -11,27 +11,24 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from connector.observe.cli.output import plain, say, say_json, time_of_day
+from connector.observe.cli.output import say, say_json, time_of_day
 
 if TYPE_CHECKING:
     from connector.observe.asking import Address
     from connector.observe.explanation import Explanation
     from connector.observe.live import Survey
     from connector.ports.gate import Access
-    from connector.wire.inspection import AnyRow, EngineRow
 
 JSON_SCHEMA = 1
 """The `schema` that `--json` prints. It grows when the meaning of a field changes."""
 
 SERVED, BAD, UNASKED, UNKNOWN, WAITS = 0, 1, 2, 3, 4
 _EXIT_OF_OUTCOME = {"served": SERVED, "failed": BAD, "computed_locally": BAD, "not_read": BAD, "waiting": WAITS}
-ROWS_SHOWN_MAX = 50
 MATCHES_SHOWN_MAX = 20
 PIPE_COLUMNS = 300
 
@@ -159,13 +156,17 @@ def ps(
         else:
             from rich.console import Console
 
+            from connector.observe.cli.tables import tables
+
             console = Console()
             if not console.is_terminal:
                 console = Console(width=PIPE_COLUMNS)  # nobody folds what goes into a file
-            console.print(*_tables(found), sep="\n")
+            console.print(*tables(found), sep="\n")
         raise typer.Exit(0 if any(each.answers for each in found.engines) else UNASKED)
     from rich.console import Group
     from rich.live import Live as Screen
+
+    from connector.observe.cli.tables import tables
 
     with contextlib.ExitStack() as stack:
         try:
@@ -175,7 +176,7 @@ def ps(
                 if screen is None:
                     _print_json(_as_data(found), is_one_of_many=True)
                 else:
-                    screen.update(Group(*_tables(found)), refresh=True)
+                    screen.update(Group(*tables(found)), refresh=True)
                 time.sleep(interval)
         except* KeyboardInterrupt:  # in a group if it came while engines were asked, which trio does
             pass
@@ -366,175 +367,6 @@ def _as_data(found: Survey) -> dict[str, Any]:
             for engine in found.engines
         ],
     }
-
-
-def _tables(found: Survey) -> list[Any]:
-    from rich.markup import escape
-    from rich.table import Table
-
-    from connector.wire.inspection import (
-        EngineRow,
-        LeaseRow,
-        LocalPrefillRow,
-        PeerRow,
-        QuarantineRow,
-        ReadRow,
-        RequestRow,
-    )
-
-    def table(title: str, columns: str, rows: Sequence[tuple[object, ...]]) -> None:
-        if not rows:
-            return
-        made = Table(title=title, title_justify="left", box=None, pad_edge=False)
-        for column in columns.split(", "):
-            made.add_column(column, overflow="fold")
-        for row in rows[:ROWS_SHOWN_MAX]:
-            made.add_row(*(escape(_shown(value)) for value in row))
-        if len(rows) > ROWS_SHOWN_MAX:
-            made.add_row(f"... {len(rows) - ROWS_SHOWN_MAX} more (--json has all)")
-        tables.append(made)
-
-    def of(kind: type[AnyRow]) -> list[tuple[str, Any]]:
-        return [
-            (f"{engine.engine_id or engine.address}/{number}", row)
-            for engine in found.engines
-            for number, rank in enumerate(engine.ranks)
-            for row in rank.of(kind)
-        ]
-
-    tables: list[Any] = []
-    table(
-        "Engines",
-        "engine, address, role, up, drain, peers, requests, leases, lent blocks, READs, quarantined blocks, "
-        "local prefills, problem",
-        [
-            (
-                f"{row.engine_id}/{number}",
-                engine.address,
-                row.facts.role,
-                _age(row.uptime_seconds),
-                rank.draining,
-                row.counts.peers,
-                row.counts.requests,
-                row.counts.leases,
-                _of_pool(row.counts.lent_blocks, row),
-                row.counts.reads_in_flight,
-                row.counts.quarantined_blocks,
-                row.counts.local_prefills,
-                row.stopped or rank.problem or _lag(row) or engine.refusal,
-            )
-            for engine in found.engines
-            for number, rank in enumerate(engine.ranks)
-            for row in rank.of(EngineRow)
-        ]
-        + [
-            (engine.engine_id, engine.address, *[None] * 10, engine.first_problem)
-            for engine in found.engines
-            if not engine.answers
-        ],
-    )
-    table(
-        "Peers",
-        "on, engine, address, state, since, last failure, again in, requests, queued, holds, READs, loading blocks, "
-        "quarantined blocks",
-        [
-            (
-                on,
-                row.engine_id,
-                row.address,
-                row.state if row.leaving_seconds is None else f"{row.state}, leaves",
-                _age(row.since_seconds),
-                row.failure,
-                _age(row.backoff_seconds) if row.backoff_seconds is not None else None,
-                row.requests,
-                row.queued,
-                row.holds,
-                row.reads,
-                row.loading_blocks,
-                row.quarantined_blocks,
-            )
-            for on, row in of(PeerRow)
-        ],
-    )
-    table(
-        "Requests",
-        "on, request, state, since, waits for, until, peer, blocks, READs, failure",
-        [
-            (
-                on,
-                row.request_id,
-                row.state,
-                _age(row.since_seconds),
-                row.waits_for if row.queue_position is None else f"{row.waits_for} ({row.queue_position} before it)",
-                _age(row.until_seconds) if row.until_seconds is not None else None,
-                row.peer,
-                row.blocks,
-                row.reads,
-                row.failure,
-            )
-            for on, row in sorted(of(RequestRow), key=lambda each: -(each[1].age_seconds or 0))
-        ],
-    )
-    table(
-        "Leases",
-        "on, request, state, since, expires in, at most, blocks, held by (ranks done)",
-        [
-            (
-                on,
-                row.request_id,
-                row.state,
-                _age(row.since_seconds),
-                _age(row.deadline_seconds) if row.deadline_seconds is not None else None,
-                _age(row.limit_seconds) if row.limit_seconds is not None else None,
-                row.blocks,
-                ", ".join(
-                    f"{each.engine_id or 'built-in'} ({each.released_count}/{each.ranks}"
-                    + (f", {each.others} other(s))" if each.others else ")")
-                    for each in row.holders
-                ),
-            )
-            for on, row in of(LeaseRow)
-        ],
-    )
-    table(
-        "READs",
-        "on, request, number, peer, age, descriptors, posted",
-        [
-            (on, row.request_id, row.read, row.peer, _age(row.age_seconds), row.descriptors, row.is_posted)
-            for on, row in of(ReadRow)
-        ],
-    )
-    table(
-        "Quarantined blocks",
-        "on, request, peer, blocks, READs, since",
-        [
-            (on, row.request_id, row.peer, row.blocks, row.reads, _age(row.since_seconds))
-            for on, row in of(QuarantineRow)
-        ],
-    )
-    table(
-        "Without kv_transfer_params",
-        "on, request, tokens, since",
-        [(on, row.request_id, row.prompt_tokens, _age(row.age_seconds)) for on, row in of(LocalPrefillRow)][:5],
-    )
-    return tables
-
-
-def _of_pool(blocks: int, row: EngineRow) -> str | int:
-    """With how many there are, where that is known and worth a word."""
-    return f"{blocks} of {row.facts.blocks}" if blocks and row.facts.blocks else blocks
-
-
-def _lag(row: EngineRow) -> str | None:
-    from connector.observe.advice import NIXL_HANGS
-
-    return (NIXL_HANGS % row.counts.nixl_lag_seconds).partition(":")[0] if row.counts.nixl_lag_seconds else None
-
-
-def _shown(value: object) -> str:
-    if value is None:
-        return ""
-    return ("yes" if value else "no") if isinstance(value, bool) else plain(value)
 
 
 def _where(each: Explanation) -> str:

@@ -1,0 +1,233 @@
+"""The tables that `nixl-actor ps` shows: which there are, and what their columns say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+from rich.markup import escape
+from rich.table import Table
+
+from connector.observe.advice import NIXL_HANGS
+from connector.observe.cli.output import plain
+from connector.observe.durations import duration
+from connector.observe.live import EngineReport, RankReport, Survey
+from connector.wire.inspection import (
+    AnyRow,
+    EngineRow,
+    LeaseRow,
+    LocalPrefillRow,
+    PeerRow,
+    QuarantineRow,
+    ReadRow,
+    RequestRow,
+)
+
+R = TypeVar("R", bound=AnyRow)
+
+ROWS_SHOWN_MAX = 50
+
+
+class _Columns(NamedTuple, Generic[R]):
+    """A table of the rows of one kind, behind a column for the worker that told them.
+
+    Attributes:
+        cells: by the head of its column, what a row has there.
+        order: by what rows are sorted; None: as they were told.
+    """
+
+    title: str
+    kind: type[R]
+    cells: dict[str, Callable[[R], object]]
+    order: Callable[[R], float] | None = None
+    rows_max: int = ROWS_SHOWN_MAX
+
+    def table(self, found: Survey) -> Table | None:
+        told = [
+            (f"{engine.engine_id or engine.address}/{number}", row)
+            for engine in found.engines
+            for number, rank in enumerate(engine.ranks)
+            for row in rank.of(self.kind)
+        ]
+        order = self.order
+        if order is not None:
+            told.sort(key=lambda each: order(each[1]))
+        rows = [(on, *(cell(row) for cell in self.cells.values())) for on, row in told]
+        return _table(self.title, ["on", *self.cells], rows, self.rows_max)
+
+
+def tables(found: Survey) -> list[Table]:
+    """Those that have rows."""
+    made = [_engines(found), *(each.table(found) for each in _TABLES)]
+    return [each for each in made if each is not None]
+
+
+def _engines(found: Survey) -> Table | None:
+    rows: list[tuple[object, ...]] = [
+        (f"{row.engine_id}/{number}", engine.address, *(cell(engine, rank, row) for cell in _ENGINE_CELLS.values()))
+        for engine in found.engines
+        for number, rank in enumerate(engine.ranks)
+        for row in rank.of(EngineRow)
+    ]
+    rows += [
+        (engine.engine_id, engine.address, *[None] * (len(_ENGINE_CELLS) - 1), engine.first_problem)
+        for engine in found.engines
+        if not engine.answers
+    ]
+    return _table("Engines", ["engine", "address", *_ENGINE_CELLS], rows)
+
+
+def _table(
+    title: str, heads: Sequence[str], rows: Sequence[tuple[object, ...]], rows_max: int = ROWS_SHOWN_MAX
+) -> Table | None:
+    if not rows:
+        return None
+    made = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for head in heads:
+        made.add_column(head, overflow="fold")
+    for row in rows[:rows_max]:
+        made.add_row(*(escape(_shown(value)) for value in row))
+    if len(rows) > rows_max:
+        made.add_row(f"... {len(rows) - rows_max} more (--json has all)")
+    return made
+
+
+# --- cells ------------------------------------------------------------------------------------------------------------
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return ""
+    return ("yes" if value else "no") if isinstance(value, bool) else plain(value)
+
+
+def _age(seconds: float | None) -> str:
+    return "?" if seconds is None else duration(seconds)
+
+
+def _left(seconds: float | None) -> str | None:
+    """Until something happens; nothing where it is not going to."""
+    return None if seconds is None else duration(seconds)
+
+
+def _lent_of_pool(row: EngineRow) -> str | int:
+    """With how many blocks there are, where that is known and worth a word."""
+    lent, blocks = row.counts.lent_blocks, row.facts.blocks
+    return f"{lent} of {blocks}" if lent and blocks else lent
+
+
+def _problem(engine: EngineReport, rank: RankReport, row: EngineRow) -> str | None:
+    lag_seconds = row.counts.nixl_lag_seconds
+    lag = (NIXL_HANGS % lag_seconds).partition(":")[0] if lag_seconds else None
+    return row.stopped or rank.problem or lag or engine.refusal
+
+
+def _waits_for(row: RequestRow) -> str | None:
+    return row.waits_for if row.queue_position is None else f"{row.waits_for} ({row.queue_position} before it)"
+
+
+def _holders(row: LeaseRow) -> str:
+    return ", ".join(
+        f"{each.engine_id or 'built-in'} ({each.released_count}/{each.ranks}"
+        + (f", {each.others} other(s))" if each.others else ")")
+        for each in row.holders
+    )
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+_ENGINE_CELLS: dict[str, Callable[[EngineReport, RankReport, EngineRow], object]] = {
+    "role": lambda engine, rank, row: row.facts.role,
+    "up": lambda engine, rank, row: _age(row.uptime_seconds),
+    "drain": lambda engine, rank, row: rank.draining,
+    "peers": lambda engine, rank, row: row.counts.peers,
+    "requests": lambda engine, rank, row: row.counts.requests,
+    "leases": lambda engine, rank, row: row.counts.leases,
+    "lent blocks": lambda engine, rank, row: _lent_of_pool(row),
+    "READs": lambda engine, rank, row: row.counts.reads_in_flight,
+    "quarantined blocks": lambda engine, rank, row: row.counts.quarantined_blocks,
+    "local prefills": lambda engine, rank, row: row.counts.local_prefills,
+    "problem": _problem,
+}
+
+_PEERS = _Columns(
+    "Peers",
+    PeerRow,
+    {
+        "engine": lambda row: row.engine_id,
+        "address": lambda row: row.address,
+        "state": lambda row: row.state if row.leaving_seconds is None else f"{row.state}, leaves",
+        "since": lambda row: _age(row.since_seconds),
+        "last failure": lambda row: row.failure,
+        "again in": lambda row: _left(row.backoff_seconds),
+        "requests": lambda row: row.requests,
+        "queued": lambda row: row.queued,
+        "holds": lambda row: row.holds,
+        "READs": lambda row: row.reads,
+        "loading blocks": lambda row: row.loading_blocks,
+        "quarantined blocks": lambda row: row.quarantined_blocks,
+    },
+)
+_REQUESTS = _Columns(
+    "Requests",
+    RequestRow,
+    {
+        "request": lambda row: row.request_id,
+        "state": lambda row: row.state,
+        "since": lambda row: _age(row.since_seconds),
+        "waits for": _waits_for,
+        "until": lambda row: _left(row.until_seconds),
+        "peer": lambda row: row.peer,
+        "blocks": lambda row: row.blocks,
+        "READs": lambda row: row.reads,
+        "failure": lambda row: row.failure,
+    },
+    order=lambda row: -(row.age_seconds or 0),
+)
+_LEASES = _Columns(
+    "Leases",
+    LeaseRow,
+    {
+        "request": lambda row: row.request_id,
+        "state": lambda row: row.state,
+        "since": lambda row: _age(row.since_seconds),
+        "expires in": lambda row: _left(row.deadline_seconds),
+        "at most": lambda row: _left(row.limit_seconds),
+        "blocks": lambda row: row.blocks,
+        "held by (ranks done)": _holders,
+    },
+)
+_READS = _Columns(
+    "READs",
+    ReadRow,
+    {
+        "request": lambda row: row.request_id,
+        "number": lambda row: row.read,
+        "peer": lambda row: row.peer,
+        "age": lambda row: _age(row.age_seconds),
+        "descriptors": lambda row: row.descriptors,
+        "posted": lambda row: row.is_posted,
+    },
+)
+_QUARANTINED = _Columns(
+    "Quarantined blocks",
+    QuarantineRow,
+    {
+        "request": lambda row: row.request_id,
+        "peer": lambda row: row.peer,
+        "blocks": lambda row: row.blocks,
+        "READs": lambda row: row.reads,
+        "since": lambda row: _age(row.since_seconds),
+    },
+)
+_LOCAL_PREFILLS = _Columns(
+    "Without kv_transfer_params",
+    LocalPrefillRow,
+    {
+        "request": lambda row: row.request_id,
+        "tokens": lambda row: row.prompt_tokens,
+        "since": lambda row: _age(row.age_seconds),
+    },
+    rows_max=5,
+)
+_TABLES = (_PEERS, _REQUESTS, _LEASES, _READS, _QUARANTINED, _LOCAL_PREFILLS)
