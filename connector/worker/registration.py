@@ -29,7 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.utils import (
     get_current_attn_backends_and_specs,
 )
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 from vllm.v1.worker.utils import select_common_block_size
 
 from connector.families import Holds, family_of, layer_shapes, layer_specs, require_known_spec
@@ -110,32 +110,8 @@ def derive_registration(
     block_size_tokens = _block_size_tokens(vllm_config, kv_cache_config)
     kernel_block_size_tokens = _kernel_block_size_tokens(vllm_config, kv_cache_config, backends, block_size_tokens)
     ratio = block_size_tokens // kernel_block_size_tokens
-    has_rings = any(_holds(group) is Holds.RING for group in kv_cache_config.kv_cache_groups)
-    in_order = kv_caches if has_rings else sorted(kv_caches, key=_natural_order)
-    layers = [layer for layer in in_order if layer in specs]
-    missing = specs.keys() - set(layers)
-    if missing or not layers:
-        raise UnsupportedCache("KV cache without a tensor, layer", min(missing, default="any"), "one tensor per layer")
-    regions: list[Region] = []
-    for layer in layers:
-        shape, cache, page_bytes = shapes[layer], kv_caches[layer], specs[layer].page_size_bytes
-        if shape.is_state:
-            num_blocks = kv_cache_config.num_blocks
-            region = state_region(
-                shape, cache, num_blocks=num_blocks, page_bytes=page_bytes, tp_rank=tp_rank, tp_size=tp_size
-            )
-            regions.append(region)
-        else:
-            num_blocks = kv_cache_config.num_blocks * ratio
-            regions += paged_regions(
-                shape,
-                cache,
-                num_blocks=num_blocks,
-                page_bytes=page_bytes // ratio,
-                tp_rank=tp_rank,
-                tp_size=tp_size,
-                has_rings=has_rings,
-            )
+    layers = _layers(kv_cache_config, kv_caches, specs)
+    regions = _regions(kv_cache_config, kv_caches, layers, specs, shapes, place, ratio)
     first = kv_caches[layers[0]]
     backend_name = backends[0].get_name()
     layout = RankLayout(
@@ -175,6 +151,50 @@ def derive_registration(
     return registration
 
 
+def _layers(
+    kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor], specs: Mapping[str, KVCacheSpec]
+) -> list[str]:
+    """Those with a cache of their own, in the order of their regions. Raises UnsupportedCache if one has no tensor."""
+    in_order = kv_caches if _has_rings(kv_cache_config) else sorted(kv_caches, key=_natural_order)
+    layers = [layer for layer in in_order if layer in specs]
+    missing = specs.keys() - set(layers)
+    if missing or not layers:
+        raise UnsupportedCache("KV cache without a tensor, layer", min(missing, default="any"), "one tensor per layer")
+    return layers
+
+
+def _regions(
+    kv_cache_config: KVCacheConfig,
+    kv_caches: Mapping[str, torch.Tensor],
+    layers: list[str],
+    specs: Mapping[str, KVCacheSpec],
+    shapes: Mapping[str, LayerShape],
+    place: Placement,
+    ratio: int,
+) -> list[Region]:
+    """Those of each layer in turn. Blocks of tokens are split into `ratio` kernel blocks, states are not."""
+    num_blocks, has_rings = kv_cache_config.num_blocks, _has_rings(kv_cache_config)
+    regions: list[Region] = []
+    for layer in layers:
+        shape, cache, page_bytes = shapes[layer], kv_caches[layer], specs[layer].page_size_bytes
+        if shape.is_state:
+            region = state_region(
+                shape, cache, num_blocks=num_blocks, page_bytes=page_bytes, tp_rank=place.tp_rank, tp_size=place.tp_size
+            )
+            regions.append(region)
+        else:
+            regions += paged_regions(
+                shape,
+                cache,
+                num_blocks=num_blocks * ratio,
+                page_bytes=page_bytes // ratio,
+                tp_rank=place.tp_rank,
+                tp_size=place.tp_size,
+                has_rings=has_rings,
+            )
+    return regions
+
+
 def _permute(vllm_config: VllmConfig, kind: MemoryKind) -> Permute:
     if vllm_config.kv_transfer_config.enable_permute_local_kv:
         return Permute.ORDERS
@@ -205,6 +225,10 @@ def _block_size_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
 
 def _holds(group: KVCacheGroupSpec) -> Holds:
     return family_of(group.kv_cache_spec).holds
+
+
+def _has_rings(kv_cache_config: KVCacheConfig) -> bool:
+    return any(_holds(group) is Holds.RING for group in kv_cache_config.kv_cache_groups)
 
 
 def _cache_groups(

@@ -24,6 +24,7 @@ _ANOTHER_WAS_MEANT = (
     "if another engine was meant, see whether its VLLM_NIXL_SIDE_CHANNEL_PORT is the same: on one host the second of "
     "two such engines cannot start"
 )
+_ANOTHER_HOST = "set VLLM_NIXL_SIDE_CHANNEL_HOST on it to an address that the other engines can reach"
 
 
 def unanswered(found: Survey) -> Iterator[Finding]:
@@ -94,92 +95,114 @@ def addresses(found: Survey) -> Iterator[Finding]:
     for engine in answering:
         by_id.setdefault(engine.name, []).append(engine)
     for engine_id, same in by_id.items():
-        processes: list[set[tuple[str, int]]] = []
-        for engine in same:
-            found_here = {(f.host_name, f.process_id) for f in facts_of(engine)}
-            known = next((each for each in processes if each & found_here), None)
-            if known is None:
-                processes.append(found_here)
-            else:
-                known |= found_here
-        if len(processes) > 1:
-            where = ", ".join(str(engine.address) for engine in same)
-            yield Finding(
-                level="problem",
-                check="engine ids",
-                engines=(engine_id,),
-                what=f"engine id {engine_id} is used by {len(processes)} engines: {where}",
-                advice="give each engine an engine_id of its own, or let vLLM draw one",
-            )
+        yield from _used_by_several(engine_id, same)
     for engine_id, same in by_id.items():
         yield from _found_twice(engine_id, same)
     for one, other in combinations(answering, 2):
-        here, there = first_facts(one), first_facts(other)
-        if here is None or there is None or one.name == other.name:
-            continue
-        if here.side_channel == there.side_channel and here.host_name == there.host_name:
-            yield Finding(
-                level="problem",
-                check="address clash",
-                engines=(one.name, other.name),
-                what=f"{one.name} and {other.name} both have the side channel {here.side_channel}",
-                advice="give each engine on a host a VLLM_NIXL_SIDE_CHANNEL_PORT of its own",
-            )
-        shared = {f.control for f in facts_of(one)} & {f.control for f in facts_of(other)} - {""}
-        if shared and here.host_name == there.host_name:
-            yield Finding(
-                level="problem",
-                check="address clash",
-                engines=(one.name, other.name),
-                what=f"{one.name} and {other.name} both have the control socket {min(shared)}",
-                advice="give each engine on a host a control_port of its own, with a port for each rank",
-            )
-        for local, remote in ((one, other), (other, one)):
-            facts, theirs = first_facts(local), first_facts(remote)
-            assert facts is not None
-            assert theirs is not None
-            if is_loopback(host_of(facts.side_channel)) and facts.host_name != theirs.host_name:
-                yield Finding(
-                    level="problem",
-                    check="localhost",
-                    engines=(local.name, remote.name),
-                    what=(
-                        f"{local.name} advertises {facts.side_channel}, which on {theirs.host_name} of "
-                        f"{remote.name} is another machine ({facts.host_name})"
-                    ),
-                    advice="set VLLM_NIXL_SIDE_CHANNEL_HOST on it to an address that the other engines can reach",
-                )
+        if one.name != other.name:
+            yield from _clash(one, other)
+            yield from _own_loopback(one, other)
+            yield from _own_loopback(other, one)
+    host_names = {facts.host_name for engine in answering for facts in facts_of(engine)}
     for engine in answering:
-        for facts in facts_of(engine)[:1]:
-            if engine.not_resolved is not None:
-                yield Finding(
-                    level="problem",
-                    check="host names",
-                    engines=(engine.name,),
-                    what=(
-                        f"AddressNotResolved: {engine.name} advertises {facts.side_channel}, and the host name "
-                        f"{host_of(facts.side_channel)} does not resolve here ({engine.not_resolved})"
-                    ),
-                    advice=WHAT_TO_DO["AddressNotResolved"],
-                )
-            if is_all_interfaces(host_of(facts.side_channel)):
-                yield Finding(
-                    level="problem",
-                    check="localhost",
-                    engines=(engine.name,),
-                    what=f"{engine.name} advertises {facts.side_channel}, which is no address to connect to",
-                    advice="set VLLM_NIXL_SIDE_CHANNEL_HOST on it to an address that the other engines can reach",
-                )
-            elif (
-                is_loopback(host_of(facts.side_channel))
-                and len({f.host_name for e in answering for f in facts_of(e)}) == 1
-            ):
-                yield Finding(
-                    level="note",
-                    check="localhost",
-                    engines=(engine.name,),
-                    what=f"{engine.name} advertises {facts.side_channel}: only engines on {facts.host_name} reach it",
-                )
+        yield from _unreachable(engine, is_alone=len(host_names) == 1)
+
+
+def _used_by_several(engine_id: str, reports: Sequence[EngineReport]) -> Iterator[Finding]:
+    """One engine id of engines that have no process in common."""
+    processes: list[set[tuple[str, int]]] = []
+    for report in reports:
+        found_here = {(f.host_name, f.process_id) for f in facts_of(report)}
+        known = next((each for each in processes if each & found_here), None)
+        if known is None:
+            processes.append(found_here)
+        else:
+            known |= found_here
+    if len(processes) > 1:
+        where = ", ".join(str(report.address) for report in reports)
+        yield Finding(
+            level="problem",
+            check="engine ids",
+            engines=(engine_id,),
+            what=f"engine id {engine_id} is used by {len(processes)} engines: {where}",
+            advice="give each engine an engine_id of its own, or let vLLM draw one",
+        )
+
+
+def _clash(one: EngineReport, other: EngineReport) -> Iterator[Finding]:
+    """Two engines of one host that say that they listen at the same address."""
+    here, there = first_facts(one), first_facts(other)
+    if here is None or there is None or here.host_name != there.host_name:
+        return
+    if here.side_channel == there.side_channel:
+        yield Finding(
+            level="problem",
+            check="address clash",
+            engines=(one.name, other.name),
+            what=f"{one.name} and {other.name} both have the side channel {here.side_channel}",
+            advice="give each engine on a host a VLLM_NIXL_SIDE_CHANNEL_PORT of its own",
+        )
+    shared = {f.control for f in facts_of(one)} & {f.control for f in facts_of(other)} - {""}
+    if shared:
+        yield Finding(
+            level="problem",
+            check="address clash",
+            engines=(one.name, other.name),
+            what=f"{one.name} and {other.name} both have the control socket {min(shared)}",
+            advice="give each engine on a host a control_port of its own, with a port for each rank",
+        )
+
+
+def _own_loopback(local: EngineReport, remote: EngineReport) -> Iterator[Finding]:
+    """`local` advertises a loopback address to `remote`, whose host takes it for itself."""
+    facts, theirs = first_facts(local), first_facts(remote)
+    if facts is None or theirs is None or facts.host_name == theirs.host_name:
+        return
+    if is_loopback(host_of(facts.side_channel)):
+        yield Finding(
+            level="problem",
+            check="localhost",
+            engines=(local.name, remote.name),
+            what=(
+                f"{local.name} advertises {facts.side_channel}, which on {theirs.host_name} of "
+                f"{remote.name} is another machine ({facts.host_name})"
+            ),
+            advice=_ANOTHER_HOST,
+        )
+
+
+def _unreachable(engine: EngineReport, *, is_alone: bool) -> Iterator[Finding]:
+    """What it advertises cannot be connected to, or not from other hosts. `is_alone`: no engine is on another host."""
+    facts = first_facts(engine)
+    if facts is None:
+        return
+    host = host_of(facts.side_channel)
+    if engine.not_resolved is not None:
+        yield Finding(
+            level="problem",
+            check="host names",
+            engines=(engine.name,),
+            what=(
+                f"AddressNotResolved: {engine.name} advertises {facts.side_channel}, and the host name "
+                f"{host} does not resolve here ({engine.not_resolved})"
+            ),
+            advice=WHAT_TO_DO["AddressNotResolved"],
+        )
+    if is_all_interfaces(host):
+        yield Finding(
+            level="problem",
+            check="localhost",
+            engines=(engine.name,),
+            what=f"{engine.name} advertises {facts.side_channel}, which is no address to connect to",
+            advice=_ANOTHER_HOST,
+        )
+    elif is_loopback(host) and is_alone:
+        yield Finding(
+            level="note",
+            check="localhost",
+            engines=(engine.name,),
+            what=f"{engine.name} advertises {facts.side_channel}: only engines on {facts.host_name} reach it",
+        )
 
 
 def _found_twice(engine_id: str, reports: Sequence[EngineReport]) -> Iterator[Finding]:
