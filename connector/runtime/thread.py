@@ -3,7 +3,7 @@
 One per worker process and one in the scheduler process. It is started when there is something to do (after vLLM has
 forked or spawned its processes), posted to without blocking, and joined with a bound.
 
-When it dies, everything fails closed: `death` says why, nobody takes what is posted, and the owner on the engine thread
+When it dies, everything fails closed: `death` says why, what is posted is not taken, and the owner on the engine thread
 (worker.connector_worker) posts no more and reports what was open as failed.
 """
 
@@ -99,7 +99,7 @@ class ActorThread(Generic[C]):
 
     def flush(self) -> None:
         """Engine thread: at most one wake-up for everything that was posted."""
-        if self._token is None or self.is_dead:
+        if self._token is None or self.death is not None:
             return
         try:
             self._mailbox.flush(self._token)

@@ -493,8 +493,8 @@ class ConnectorWorker:
             self._find_sums(self.ledger.take_sums_wanted(), self._thread)
         failed: Mapping[str, Failure] = {}
         if (loaded := self.ledger.take_loaded()) or self._finishing.running:
-            finished, failed = self._finishing.finish(loaded), self._finishing.failed
-            self.ledger.end_loaded(finished, failed, results)
+            usable, failed = self._finishing.finish(loaded)
+            self.ledger.end_loaded(usable, failed, results)
             if failed:
                 self._tell_failed(failed)
         if self._pull_timer is not None:

@@ -4,8 +4,9 @@ Blocks that were left in the peer's order are put in ours (`landing`), what no R
 (`cache_memory`), what needs the order of attention on CPUs is packed (`packing`), and what is staged on the host is
 copied to the device (`host_staging`).
 
-Two things can fail, and then the requests are told why (`failed`), and the engine goes on: packing, for which a kernel
-of vLLM is called, for one request alone; and where a device has no memory left, all that is left to do in that step.
+Two things can fail. Then the requests are told why (`Finished.failed`), and the engine goes on. They are packing, for
+which a kernel of vLLM is called, for one request alone; and where a device has no memory left, all that is left to do
+in that step.
 
 When. On a processor all this has been done when the call returns. A device does it later, and what a READ writes goes
 past its streams: if vLLM were told at once, it could free the blocks (the client leaves) and give them to another
@@ -53,6 +54,14 @@ class Loaded(NamedTuple):
     """Parts of them that no READ has written."""
 
 
+class Finished(NamedTuple):
+    """Requests with which nothing is left to do."""
+
+    usable: set[str]
+    failed: dict[str, Failure]
+    """Those whose KV may not be used, and why."""
+
+
 class Finishing:
     """See the module's docstring. On the engine thread.
 
@@ -81,29 +90,27 @@ class Finishing:
         self._packed_blocks = packed_blocks
         # Of requests in `running`.
         self._spoilt: dict[str, Failure] = {}
-        self.failed: dict[str, Failure] = {}
-        """Requests that the last call of `finish` has done with, and that may not be used."""
         self._synchronizes = synchronizes
         self.running: deque[tuple[Callable[[], bool], set[str]]] = deque()
         """What a device may not have done yet, in its order: whether it has, and for which requests."""
 
-    def finish(self, loaded: Sequence[Loaded]) -> set[str]:
-        """Begin with these; returns the requests, of these and of those before, that may be used now."""
+    def finish(self, loaded: Sequence[Loaded]) -> Finished:
+        """Begin with these; returns the requests, of these and of those before, that are finished now."""
         if loaded and self._synchronizes:
             torch.accelerator.synchronize()
-        finished = {each.request_id for each in loaded if each.permutation is None and each.unfilled is None}
-        if len(finished) < len(loaded):
-            done = self._run(partial(self._change, loaded))
-            self.running.append((done, {each.request_id for each in loaded} - finished))
+        to_change = {each.request_id for each in loaded if each.permutation is not None or each.unfilled is not None}
+        if to_change:
+            self.running.append((self._run(partial(self._change, loaded)), to_change))
+        finished = {each.request_id for each in loaded} - to_change
         while self.running and self.running[0][0]():
             finished |= self.running.popleft()[1]
         if self._staging is not None:
             for each in loaded:
                 self._staging.load(each.block_ids)
-        if self._spoilt or self.failed:
-            self.failed = {each: self._spoilt.pop(each) for each in finished & self._spoilt.keys()}
-            finished -= self.failed.keys()
-        return finished
+        if not self._spoilt:
+            return Finished(finished, {})
+        failed = {each: self._spoilt.pop(each) for each in finished & self._spoilt.keys()}
+        return Finished(finished - failed.keys(), failed)
 
     def _change(self, loaded: Sequence[Loaded]) -> None:
         """All memory that these have left to be changed."""

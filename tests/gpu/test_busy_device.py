@@ -62,13 +62,13 @@ def wait(finishing: Finishing, finished: set[str]) -> None:
     deadline = time.monotonic() + DONE_SECONDS
     while not finished:
         assert time.monotonic() < deadline, "the device has not done it"
-        finished = finishing.finish([])
+        finished = finishing.finish([]).usable
     assert finished == {"request"}
 
 
 def test_blocks_are_put_in_order_and_zeroed(cache: torch.Tensor) -> None:
     after, finishing = expected(cache), finishing_of(cache)
-    wait(finishing, finishing.finish([request(cache)]))
+    wait(finishing, finishing.finish([request(cache)]).usable)
     assert torch.equal(cache, after)
 
 
@@ -95,7 +95,7 @@ def test_the_engine_thread_does_not_wait_for_a_busy_device(cache: torch.Tensor, 
     with forward_pass(gpu) as end:
         torch.cuda.set_sync_debug_mode("error")
         try:
-            finished = finishing.finish([loaded])
+            finished = finishing.finish([loaded]).usable
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert not end.query(), "the pass was over too soon for this test to say anything"

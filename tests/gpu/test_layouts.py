@@ -397,10 +397,10 @@ async def _finish(rank: Rank, memory: DeviceMemory, loaded: Loaded) -> None:
     caches = {layer: memory.twin(cache) for layer, cache in rank.caches.items()}
     landing = BlockPermuter(landing_caches(rank.layout, caches))
     finishing = Finishing(run_on(memory.device), landing, CacheMemory(memory.tensors))
-    finished = finishing.finish([loaded])
+    finished = finishing.finish([loaded]).usable
     while not finished:
         await trio.sleep(0.001)
-        finished = finishing.finish([])
+        finished = finishing.finish([]).usable
     assert finished == {loaded.request_id}
 
 

@@ -138,7 +138,7 @@ def test_what_was_read_into_memory_of_the_host_comes_to_a_busy_device(
         beside = stream_beside_steps(device)
         bytes_of(cache, beside)
     with busy(device) as end:
-        finished = finishing.finish([Loaded("request", (LOADED,), None, unfilled)])
+        finished = finishing.finish([Loaded("request", (LOADED,), None, unfilled)]).usable
         assert finished == {"request"}
         if pinned:
             assert not end.query(), "the engine thread has waited, or the pass was over too soon for this test"

@@ -543,8 +543,7 @@ def carry_out(
     memory = CacheMemory(decode.tensors.values())
     permuter = BlockPermuter(landing_caches(local_side.layout, decode.tensors))
     finishing = Finishing(run_at_once, permuter, memory, packed_blocks=packed)
-    finishing.finish([Loaded("any", ([],), permutation, unfilled)])
-    assert not finishing.failed
+    assert not finishing.finish([Loaded("any", ([],), permutation, unfilled)]).failed
     return plan
 
 

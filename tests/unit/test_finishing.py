@@ -66,38 +66,38 @@ def test_a_request_is_told_when_the_device_has_done_its_part() -> None:
     device = LateDevice()
     ours, cache = finishing(device)
     before = cache.clone()
-    assert ours.finish([partly("a", cache, 3), plain("b")]) == {"b"}
-    assert ours.finish([]) == set()
+    assert ours.finish([partly("a", cache, 3), plain("b")]).usable == {"b"}
+    assert ours.finish([]).usable == set()
     assert torch.equal(cache, before)
     device.do_next()
     assert not cache[3, 0, -1].any()
-    assert ours.finish([]) == {"a"}
-    assert ours.finish([]) == set()
+    assert ours.finish([]).usable == {"a"}
+    assert ours.finish([]).usable == set()
 
 
 def test_requests_of_several_steps_are_told_in_the_devices_order() -> None:
     device = LateDevice()
     ours, cache = finishing(device)
-    assert ours.finish([partly("a", cache, 3), other_order("b", 4)]) == set()
-    assert ours.finish([other_order("c", 5), plain("d")]) == {"d"}
+    assert ours.finish([partly("a", cache, 3), other_order("b", 4)]).usable == set()
+    assert ours.finish([other_order("c", 5), plain("d")]).usable == {"d"}
     assert len(device.queue) == 2, "one piece of work for all requests of a step"
     device.do_next()
-    assert ours.finish([]) == {"a", "b"}
+    assert ours.finish([]).usable == {"a", "b"}
     device.do_next()
-    assert ours.finish([plain("e")]) == {"c", "e"}
+    assert ours.finish([plain("e")]).usable == {"c", "e"}
 
 
 def test_a_processor_has_done_it_at_once() -> None:
     _, cache = finishing(LateDevice())
     ours = Finishing(run_on(cache.device), BlockPermuter({0: [cache]}), CacheMemory([cache]))
-    assert ours.finish([partly("a", cache, 3)]) == {"a"}
+    assert ours.finish([partly("a", cache, 3)]).usable == {"a"}
     assert not cache[3, 0, -1].any()
 
 
 def test_nothing_is_asked_of_a_device_for_requests_that_are_whole() -> None:
     device = LateDevice()
     ours, _ = finishing(device)
-    assert ours.finish([plain("a"), plain("b")]) == {"a", "b"}
+    assert ours.finish([plain("a"), plain("b")]).usable == {"a", "b"}
     assert not device.queue
 
 
@@ -127,14 +127,12 @@ def test_a_block_that_cannot_be_packed_fails_its_request_alone() -> None:
     _, cache = finishing(device)
     ours = Finishing(device.run, BlockPermuter({0: [cache]}), CacheMemory([cache]), packed_blocks=FailsFor(4, cache))
     before = cache.clone()
-    assert ours.finish([to_pack("a", cache, 3), to_pack("b", cache, 4), to_pack("c", cache, 5), plain("d")]) == {"d"}
-    assert not ours.failed
+    a, b, c = (to_pack(name, cache, block) for name, block in (("a", 3), ("b", 4), ("c", 5)))
+    assert ours.finish([a, b, c, plain("d")]) == ({"d"}, {})
     device.do_next()
-    assert ours.finish([]) == {"a", "c"}
-    assert ours.failed == {"b": PackingFailed(error="RuntimeError('no kernel')")}
+    assert ours.finish([]) == ({"a", "c"}, {"b": PackingFailed(error="RuntimeError('no kernel')")})
     assert torch.equal(cache[3, :, :-1], -before[3, :, :-1])
-    assert ours.finish([plain("b")]) == {"b"}, "the next request of that name has nothing to do with it"
-    assert not ours.failed
+    assert ours.finish([plain("b")]) == ({"b"}, {}), "the next request of that name has nothing to do with it"
 
 
 def test_a_device_without_memory_fails_the_requests_of_that_step_and_no_others() -> None:
@@ -149,15 +147,12 @@ def test_a_device_without_memory_fails_the_requests_of_that_step_and_no_others()
             super().permute(permutations)
 
     ours = Finishing(device.run, Full({0: [cache]}), CacheMemory([cache]))
-    assert ours.finish([other_order("a", 4), partly("b", cache, 3), plain("c")]) == {"c"}
-    assert ours.finish([other_order("d", 5)]) == set()
-    assert not ours.failed
+    assert ours.finish([other_order("a", 4), partly("b", cache, 3), plain("c")]).usable == {"c"}
+    assert ours.finish([other_order("d", 5)]) == (set(), {})
     device.do_next()
-    assert ours.finish([]) == set()
-    assert ours.failed == dict.fromkeys("ab", DeviceMemoryExhausted(error="CUDA out of memory"))
+    assert ours.finish([]) == (set(), dict.fromkeys("ab", DeviceMemoryExhausted(error="CUDA out of memory")))
     device.do_next()
-    assert ours.finish([]) == {"d"}
-    assert not ours.failed
+    assert ours.finish([]) == ({"d"}, {})
 
 
 def test_what_is_to_be_packed_is_zeroed_before_it() -> None:
@@ -176,6 +171,6 @@ def test_what_is_to_be_packed_is_zeroed_before_it() -> None:
         addresses=np.array([cache[3, head, -1].data_ptr() for head in range(2)]),
         lengths=np.array([cache[3, 0, -1].nbytes] * 2),
     )
-    assert ours.finish([request._replace(unfilled=unfilled)]) == {"a"}
+    assert ours.finish([request._replace(unfilled=unfilled)]).usable == {"a"}
     assert not cache[3, :, 0].any()
     assert torch.equal(cache[3, :, 1:], before[3, :, :-1].flip(1))
