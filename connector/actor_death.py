@@ -1,7 +1,7 @@
 """What becomes of an engine whose actors have died: the option `on_actor_death`.
 
 `degrade`: it lives on without KV transfer. Requests that wait for KV fail, the policy of vLLM decides what that means,
-and P lends nothing any more. `exit`: its process ends, so that whoever supervises it (Kubernetes) starts another one.
+and P lends nothing any more. `exit`: its process ends, so that its supervisor (Kubernetes) starts another one.
 
 The end is a SIGTERM to the own process, not an exception in the next step: an idle engine takes no step. vLLM takes the
 end of a worker or of the engine core for what it is, ends all others, and its API server with them.

@@ -3,7 +3,7 @@
 They are read at start, and again when they have changed.
 
 A file that cannot be read, or makes no sense, is an `OptionError` at start: an engine that ran without its keys would
-either trust everybody or nobody. Later it is a line in the log, and the keys of before stay: somebody may be writing
+trust either every process or none. Later it is a line in the log, and the keys of before stay: somebody may be writing
 the file just now.
 
 Files are looked at from threads that may wait for them, never from the engine thread.
@@ -49,7 +49,7 @@ class ParamsKeyFile:
                 self._log_problems({})
                 return
             text = _text(self._path)
-            self._seen = now  # a file that could not be read is tried again: whoever may read it does not show
+            self._seen = now  # a file that could not be read is tried again: who may read it does not show
             self.keys = parse_keys(text)
         except (OSError, ValueError) as error:
             problem = f"params_keys_file {self._path}: {error}"

@@ -1,8 +1,8 @@
 """What other engines are told of the address at which this one listens.
 
-An address of all interfaces is one to listen at and none to connect to: whoever tries it reaches its own machine. The
-built-in connector hands it on all the same, and with a router that puts the right host into every request's parameters
-that is good enough. A control socket is named in the handshake, which no router sees.
+An address of all interfaces is one to listen at and none to connect to: an engine that tries it reaches its own
+machine. The built-in connector hands it on all the same, and with a router that puts the right host into every
+request's parameters that is good enough. A control socket is named in the handshake, which no router sees.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def share_policy(config: KVTransferConfig) -> None:
     """
     if config.kv_connector == _SEVERAL and "connectors" in config.kv_connector_extra_config:
         extra = config.kv_connector_extra_config
-        # Not changed in place: the dictionaries belong to whoever made the configuration.
+        # Not changed in place: the dictionaries belong to the caller that made the configuration.
         config.kv_connector_extra_config = extra | {
             "connectors": [_with_policy(child, config) for child in extra["connectors"]]
         }
@@ -123,9 +123,9 @@ def _require_no_retried_steps(vllm_config: VllmConfig) -> None:
     """Raise UnsupportedCache for an engine that may go on after a step that has failed.
 
     Commands travel to the workers with a step, and worker events back with its results, each once. vLLM drops both when
-    a step fails, and with several ranks nobody knows which of them had got or told theirs: vLLM counts the ranks that
-    have told of a request, so that one that tells twice would pass for another one. Requests would stay for good, and
-    their blocks.
+    a step fails, and with several ranks it is not known which of them had got or told theirs: vLLM counts the ranks
+    that have told of a request, so that one that tells twice would pass for another one. Requests would stay for good,
+    and their blocks.
     """
     if vllm_config.parallel_config.enable_fault_tolerance:
         from connector.unsupported import UnsupportedCache

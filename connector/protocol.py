@@ -78,7 +78,8 @@ class StartPull(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class RejectPull(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The request waits for KV, but its parameters do not say where that lies, or nobody of this fleet has made them.
+    """The request waits for KV, but its parameters do not say where that lies, or no engine of this fleet has made
+    them.
 
     `age_seconds` is as in StartPull.
     """
@@ -124,8 +125,8 @@ class LeaseComputing(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class LeaseGranted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The request has finished; keep its blocks for `lease_seconds` from now, and longer for who holds them if the
-    lease is renewable."""
+    """The request has finished; keep its blocks for `lease_seconds` from now, and longer for engines that hold them if
+    the lease is renewable."""
 
     lease: LeaseName
     lease_seconds: float
@@ -257,7 +258,7 @@ class ReceiveEnded(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SendEnded(msgspec.Struct, frozen=True, kw_only=True):
-    """A lease ended; the blocks of this request may be freed. `expired`: not everybody had read them."""
+    """A lease ended; the blocks of this request may be freed. `expired`: not all its readers had read them."""
 
     request_id: str
     expired: bool

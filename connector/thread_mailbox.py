@@ -4,7 +4,7 @@ Items cost one `deque.append` each. However many there are, the trio loop is wok
 Two rules make that safe:
 
 * `armed` is cleared before the deque is emptied. An item that is appended in between finds `armed` clear and asks for
-  another (perhaps empty) drain; the other order could leave an item behind with nobody coming for it.
+  another (perhaps empty) drain; the other order could leave an item behind with no drain to come for it.
 * The drain never raises: an exception in a callback of `run_sync_soon` would crash the whole trio run.
 """
 
@@ -81,8 +81,8 @@ class ThreadMailbox(Generic[M]):
         self.drain()
 
     def drain(self) -> None:
-        """Trio thread: deliver what has been queued until now. Who knows that something was said before what he hears
-        from elsewhere does not wait for the loop's turn."""
+        """Trio thread: deliver what has been queued until now. For a caller that handles a message from elsewhere, and
+        knows that something was queued before it: it need not wait for the loop's turn."""
         while self._items:
             self._call(self._deliver, self._items.popleft())
 

@@ -37,7 +37,7 @@ ASK_SECONDS = 5.0
 """For one answer, or less where the caller waits less in all."""
 POLL_SECONDS = 0.2
 FINAL_STATES = ("met", "own", "unknown")
-"""The states of a place after which whoever waits for it is told nothing more."""
+"""The states of a place after which nothing more is told of it."""
 
 
 class AdministrationError(Exception):

@@ -14,10 +14,10 @@ The first word of a warning is the kind of the failure, which is also the `reaso
 failure says what happened; what to do about it (`advice_of`) is put behind it here, and nowhere else in a line.
 What followed from a lost peer is in the lines of the requests that it cost; the line of the peer has the cause.
 
-`EventLog` hears of peers and leases as the recorder does: as an observer of what the cores step. It is told of the
-rare steps only (of connections, and ends of leases), so a request that is served costs no call. `FailureLog` is told of
-failures by whoever carries out their report. A client that goes away is not a failure of the system; it is logged at
-debug level and takes no other line's place.
+`EventLog` hears of peers and leases as the recorder does: as an observer of what the cores step. It is told of the rare
+steps only (of connections, and ends of leases), so a request that is served costs no call. `FailureLog` is told of
+failures by the code that reports them. A client that goes away is not a failure of the system; it is logged at debug
+level and takes no other line's place.
 
 The rules for all lines are in `log`.
 """
@@ -134,7 +134,7 @@ class EventLog:
         self.write("queued", f"{subject} still waits: {what}{ADVICE_FOLLOWS}nixl-actor why {shorten(request_id)}")
 
     def finds_no_room(self, subject: str, tokens: int, quarantined: int, lent_back: int) -> None:
-        """A request needs more blocks than are left beside those that nobody knows when they come back."""
+        """A request needs more blocks than are left beside those of which it is not known when they come back."""
         kept = f"{quarantined} blocks are in quarantine and {lent_back} are lent back"
         what = f"its {tokens} tokens do not fit into the KV cache while {kept}; others are served before it"
         self.write("no room", f"{subject} waits: {what}{ADVICE_FOLLOWS}nixl-actor ps", logging.WARNING)

@@ -112,7 +112,7 @@ class History:
 
     @property
     def engine_id(self) -> str:
-        """Who wrote it."""
+        """The engine that wrote it."""
         return self.records[0].engine_id
 
     @property

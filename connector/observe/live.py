@@ -53,8 +53,8 @@ ENGINE_SECONDS = 2.0
 ASK_AGAIN_SECONDS = 0.5
 """A worker that is asked for much at once drops questions."""
 FOLLOWED_SECONDS = 0.6
-"""The same for an engine that nobody named: who explains a request must not wait long for a P that hangs, because that
-is what it explains."""
+"""The same for an engine that was not named: what explains a request must not wait long for a P that hangs, because
+that is what it explains."""
 LOOKED_UP_MAX = 8
 """Ids on the other side of a request that are looked for too."""
 ENGINES_MAX = 256
@@ -168,7 +168,7 @@ class EngineReport:
         return self.problem or self.refusal or next(of_ranks, None)
 
     def silence(self, names: Mapping[str, str]) -> Silent | None:
-        """Why it, or a worker of it, could not be asked; None: who answers questions has answered.
+        """Why it, or a worker of it, could not be asked; None: all that answer questions have.
 
         `names`: engine ids by address, for one that has not said its own.
         """

@@ -1,7 +1,7 @@
 """How lines for people are written: the logger, how many of them there may be, and what is said of a bug.
 
-Whoever has something to say says it with `get_logger`: at start what runs, with which options, what is registered and
-where it listens. What becomes of peers, leases and requests is in `event_log`. A bug is said with its traceback
+Every module that logs does so with `get_logger`: at start what runs, with which options, what is registered and where
+it listens. What becomes of peers, leases and requests is in `event_log`. A bug is said with its traceback
 (`log_crash`), at level error; what a peer does wrong never has one.
 
 Two rules hold for every line:
@@ -40,7 +40,7 @@ QUIET_SECONDS = 600.0
 """Addresses whose misdeeds are counted apart, and when one is forgotten that does nothing more."""
 
 SUBJECT_LENGTH_MAX = 200
-"""Longest text that says whom a line is about, in characters."""
+"""Longest text that says what a line is about, in characters."""
 
 TRACEBACK_LINES_AT_START = 50
 TRACEBACK_LINES_AT_END = 150
@@ -147,7 +147,7 @@ class StrangerLog:
         self._where = where
         self._now = now
         self._window = Window(where, logging.WARNING, now)
-        # How often, and when last. Who was heard of last comes last.
+        # How often, and when last. The latest comes last.
         self._counts: OrderedDict[str, tuple[int, float]] = OrderedDict()
 
     def __call__(self, stranger: str, sentence: str) -> None:

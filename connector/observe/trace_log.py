@@ -3,8 +3,8 @@
 `open_trace_log` makes the sink that the machines of one process write to.
 
 Size. A file that has reached `file_bytes` is followed by the next one, and the oldest is deleted when there are more
-than `files_kept`. No file is renamed, so that whoever reads one is not disturbed. Numbers of records go on from file to
-file without gaps. What processes left that have ended is not touched.
+than `files_kept`. No file is renamed, so that a process that reads one is not disturbed. Numbers of records go on from
+file to file without gaps. What processes left that have ended is not touched.
 
 Sampling. Below a share of 1 only some requests are traced, and these whole: the choice is a hash of the request id on
 P, which P's lease and D's request and hold have in common, so both sides choose the same without asking each other.
@@ -12,11 +12,11 @@ Transitions of peers are always traced. Failures are not preferred: that a reque
 side. The log has lines of failures in any case, and shares of outcomes stay what they are. Numbers have gaps then.
 
 Writing is structlog's logger of bytes, without its processors, which cost a fifth of the whole, and with nothing of its
-global configuration, which belongs to whoever embeds vLLM. What is written together goes to the operating system in one
-write before the call returns, so a process that is killed loses nothing that was written. A file is created, never
-continued: two processes that had the same id one after the other (as in containers, where an engine is process 1 after
-every restart) get two sequences, each with numbers from 0. The first one is created with the first record, so an engine
-that fails to start leaves none; that a file can be created is tried at start all the same.
+global configuration, which belongs to the program that embeds vLLM. What is written together goes to the operating
+system in one write before the call returns, so a process that is killed loses nothing that was written. A file is
+created, never continued: two processes that had the same id one after the other (as in containers, where an engine is
+process 1 after every restart) get two sequences, each with numbers from 0. The first one is created with the first
+record, so an engine that fails to start leaves none; that a file can be created is tried at start all the same.
 
 The trace must not cost a request anything. An error (the disk is full, the file system is gone) switches the sink off
 with one line in the log, and no exception leaves `write`. A file system may also hang, and `write` with it: the actors

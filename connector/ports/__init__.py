@@ -1,5 +1,5 @@
 """The doors to the outside world: two contracts (Protocols and plain values; they import neither NIXL nor ZMQ), and the
-real ones behind them. The simulator brings its own. Nobody else in the package imports NIXL or ZMQ, but for
+real ones behind them. The simulator brings its own. No other module of the package imports NIXL or ZMQ, but for
 `observe/ucx_devices.py`, which asks NIXL in a process of its own.
 
 nixl          contract: a NIXL agent

@@ -3,15 +3,15 @@
     engine.key_secret    the pair of this process
     accepted/*.key       public keys, one in each file; the names of the files are for people
 
-The format is that of pyzmq's certificates (`zmq.auth`). Who has the secret of an accepted key is believed, whether it
-serves or asks: keys say who belongs to the fleet, not which engine it is.
+The format is that of pyzmq's certificates (`zmq.auth`). A process that has the secret of an accepted key is believed,
+whether it serves or asks: keys say who belongs to the fleet, not which engine it is.
 
-The folder of accepted keys is looked at again, at most every LOOK_SECONDS, when somebody connects or is to be connected
-to. So a key that is added or taken away counts within seconds, for connections from then on. A folder that hangs, as on
-a network file system that is away, costs one connection LOOK_WAIT_SECONDS, and the keys of before stay in use until it
-answers. A file there that makes no sense is an error at start; later it is a line in the log, and the key that it had
-before stays accepted until the file is gone: somebody may be writing it just now. One's own pair is read once: a socket
-that listens keeps the key that it was bound with.
+The folder of accepted keys is looked at again, at most every LOOK_SECONDS, when a process connects or is to be
+connected to. So a key that is added or taken away counts within seconds, for connections from then on. A folder that
+hangs, as on a network file system that is away, costs one connection LOOK_WAIT_SECONDS, and the keys of before stay in
+use until it answers. A file there that makes no sense is an error at start; later it is a line in the log, and the key
+that it had before stays accepted until the file is gone: somebody may be writing it just now. One's own pair is read
+once: a socket that listens keeps the key that it was bound with.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class CurveKeys:
                 return
             self._looked_at, since_look = time.monotonic(), 0.0
             self._look, self._is_late = trio.Event(), False
-            # A task of the run: whoever connects waits for it a moment only.
+            # A task of the run: a connection waits for it a moment only.
             trio.lowlevel.spawn_system_task(self._look_now, self._look)
         with trio.move_on_after(max(0.0, LOOK_WAIT_SECONDS - since_look)) as scope:
             await self._look.wait()

@@ -39,7 +39,7 @@ MEASURED_AT_A_TIME = 256
 then."""
 
 MEASURED_IDLE_EVERY_NS = NS_PER_SECOND
-"""How often, while there are none, it is looked whether somebody waits for a descriptor."""
+"""How often, while there are none, it is looked whether a connection waits for a descriptor."""
 
 TURNS = 2
 """So many messages for each connection, and each that had one has had its turn. Once would do if none came or went."""
@@ -84,7 +84,7 @@ class Doorman:
         events: a PAIR of the same context, which the doorman closes.
         endpoint: for the monitor, inproc and not used before.
         on_cut_off: told of each connection that is cut off: its address, and why.
-        on_no_room: told of so many that wait to be accepted, when nobody can make room for them.
+        on_no_room: told of so many that wait to be accepted, when no connection can be ended to make room for them.
     """
 
     def __init__(
@@ -110,7 +110,8 @@ class Doorman:
         self._by_descriptor: dict[int, int] = {}
         self._by_identity: dict[bytes, int] = {}
         self._looked_ns = self._measured_ns = self._clock.now_ns()
-        # The last measurement was forgotten. The next one is not: who keeps the process busy could go on for ever.
+        # The last measurement was forgotten. The next one is not: a flood that keeps the process busy could go on for
+        # ever.
         self._was_late = False
         # Those that are still to be measured in this round.
         self._unmeasured: list[int] = []
@@ -145,7 +146,7 @@ class Doorman:
         return max(0, self._measured_ns + self._interval_ns() - self._clock.now_ns()) / NS_PER_SECOND
 
     def look(self, *, is_dropping: bool) -> None:
-        """Take in what has become of connections, and measure them when it is time and each has had its turn, or nobody
+        """Take in what has become of connections, and measure them when it is time and each has had its turn, or none
         has: frames of a message are still to be dropped."""
         self._looked_ns = self._clock.now_ns()
         self._catch_up()
@@ -165,7 +166,8 @@ class Doorman:
         return self._admission.is_shut_out(address, self._clock.now_ns())
 
     async def until_heard(self) -> None:
-        """For the gate: while nobody is heard nobody is let in, for what he sends would have to be kept."""
+        """For the gate: no connection is let in while messages are not taken, for what it sends would have to be
+        kept."""
         while self._is_deaf:
             await self._newcomers.park()
 
@@ -314,7 +316,7 @@ class Doorman:
             return
         self._taken = 0
         self._carry_out(self._admission.measured(received, self._measured_ns, untaken))
-        # The descriptor of somebody who was cut off comes back first.
+        # The descriptor of a connection that was cut off comes back first.
         if self._listening != NOWHERE and not self._ended:
             self._make_room()
 
@@ -323,7 +325,7 @@ class Doorman:
         return self._was_late
 
     def _make_room(self) -> None:
-        """For whoever waits to be accepted while no descriptor is left."""
+        """For connections that wait to be accepted while no descriptor is left."""
         if (waits := waiting(self._listening)) and not self._is_descriptor_left():
             cut_off = self._admission.no_descriptor_left()
             self._carry_out(cut_off)

@@ -1,13 +1,13 @@
 """Who may connect to a process, and where the process may connect to: the address ranges and keys of a side channel.
 
     Access    what is allowed: data
-    Gate      asks for it when somebody connects: the handler of ZAP, ZMQ's protocol for that, of one ZMQ context
+    Gate      asks for it when a process connects: the handler of ZAP, ZMQ's protocol for that, of one ZMQ context
 
 libzmq asks the gate before a connection that was accepted carries anything; until it says yes nothing of what the other
 end sends is handed out, and when it says no libzmq ends the connection, with a code and no word. With keys it asks only
 after the other end has proven that it has the secret of the key that it shows, and that it knows ours. The gate runs in
-a task of its own, beside all others of the trio loop: whoever floods it waits, and so do other newcomers; connections
-that stand do not. So do they all while a socket hears nobody.
+a task of its own, beside all others of the trio loop: a flood of newcomers waits there, and so do other newcomers;
+connections that stand do not. All newcomers wait while a socket takes no messages.
 
 Every socket that listens has the gate before it, also where nothing is restricted: an address that the doorman has
 shut out (`connector/ports/doorman.py`) is turned away here before libzmq hands out its messages. They would have to be
@@ -106,7 +106,7 @@ class Gate:
         trio.lowlevel.spawn_system_task(self._answer)
 
     def guard(self, listening: Socket, doorman: Doorman) -> bytes:
-        """Ask here for everybody who connects to this socket, which is not bound yet; the name for `forget`."""
+        """Ask here for every connection to this socket, which is not bound yet; the name for `forget`."""
         domain = b"%d" % next(self._domains)
         self._doormen[domain] = doorman
         listening.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
@@ -188,13 +188,13 @@ class Gate:
             if why is None:
                 return ALLOWED
             self._on_refusal(address, f"{address} may not connect: {why}")
-        except Exception as error:  # nobody is let in by a mistake
+        except Exception as error:  # no connection is let in by a mistake
             log_crash("gate", error)
             return FAILED
         return NOT_ALLOWED
 
     async def _find_fault(self, address: str, mechanism: bytes, credentials: Sequence[bytes]) -> str | None:
-        """Why somebody may not connect; None: he may."""
+        """Why a process may not connect; None: it may."""
         if not self._access.allows_address(address):
             return "it is not in allowed_peers"
         keys = self._access.keys

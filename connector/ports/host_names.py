@@ -2,9 +2,9 @@
 
     waiters (any number) --> a question about a name --> a thread that calls getaddrinfo
 
-A thread cannot be called back: where a name server hangs it stays as long as the resolver pleases, whoever has given up
-meanwhile. Names come from requests, so names that hang must not keep others from being found. Hence no thread waits for
-another. Whoever asks for a name shares the question that is under way, unless that is so old that a new one may find
+A thread cannot be called back: where a name server hangs it stays as long as the resolver pleases, although its waiters
+have given up. Names come from requests, so names that hang must not keep others from being found. Hence no thread waits
+for another. All that ask for a name share the question that is under way, unless that is so old that a new one may find
 more. At most QUESTIONS_MAX are under way about names that were never found, and as many about those that were; beyond,
 a name is refused at once.
 """
@@ -74,7 +74,7 @@ class HostNames:
             raise NameNotResolved(host, port, f"{QUESTIONS_MAX} questions wait for a name server that does not answer")
         question = self._newest[host] = _Question(was_found=was_found)
         self._open.add(question)
-        # A task of the run: whoever asks may give up, and others wait for the same answer.
+        # A task of the run: the task that asks may give up, and others wait for the same answer.
         trio.lowlevel.spawn_system_task(self._look_up, host, question)
         return question
 

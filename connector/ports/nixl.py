@@ -16,7 +16,7 @@ Contract (each line is a test of the suite)
   the READ had a single descriptor, NIXL knows its error, and released its handle. If it is false, bytes may land at any
   later time. Nothing else proves a READ's end: NIXL cannot stop one, and releasing its handle does not (docs/nixl.md
   fact 1).
-* NIXL may forget an agent that nobody removed. Then READs from it end with an error as soon as that is noticed, with
+* NIXL may forget an agent that was not removed. Then READs from it end with an error as soon as that is noticed, with
   `transport_lost` and not quiescent, new ones are refused with `transport_lost`, and so are notifications. Removing the
   agent and adding it again heals it.
 * Metadata that are refused cost nothing that is loaded, also when they name an agent that is.

@@ -13,8 +13,8 @@ Contract
   matter of the caller's timeout.
 * A side channel may have keys, and be restricted to address ranges. `ask` raises `AccessRefused`, before it connects,
   for an address outside of them, and as soon as the other end does not let it in, or cannot prove that it has a key
-  that is accepted here. Whoever is not let in by a listener has nothing handed out of what it sends, and is answered
-  nothing.
+  that is accepted here. From a process that a listener does not let in, nothing is handed out, and nothing is
+  answered.
 * `ask` raises `NameNotResolved` when the name server does not know the host, and `NotASideChannel` when something else
   than a listener of ours answers: it speaks no ZMQ, or what comes back first is not a delimited reply within the
   implementation's bounds. Waiting on would not help. While nothing answers, `reached` says how far the question came.
@@ -36,10 +36,10 @@ Contract
   too many ends its connection, and its address may not connect again for a while. `reply` never blocks: what
   cannot be queued for a slow or vanished requester is dropped and counted. Messages of one link carry the same reply
   address for as long as the link lives, and each may be answered any number of times, at any time.
-* Whoever serves a request says what it has cost (`Listener.charge`). A connection that costs too much is not heard
-  until others have had their share, and one that goes on is ended, as is one for which there is no room; the rules are
-  those of `statemachine/admission.py`. `on_cut_off` is told: address, why.
-* Closing is immediate (no linger) and idempotent. It wakes who waits with trio.ClosedResourceError.
+* The code that serves a request says what it has cost (`Listener.charge`). A connection that costs too much is not
+  heard until others have had their share, and one that goes on is ended, as is one for which there is no room; the
+  rules are those of `statemachine/admission.py`. `on_cut_off` is told: address, why.
+* Closing is immediate (no linger) and idempotent. It wakes tasks that wait with trio.ClosedResourceError.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ from statemachine.failures import (
 ReplyAddress: TypeAlias = bytes
 
 FRAMES_TOO_MANY_MAX = 4096
-"""Frames more than a listener takes, with which a message is still dropped and no more: engines may be behind the same
-address as whoever sends it, and it is dropped within ten milliseconds or so, which its sender pays for."""
+"""Frames more than a listener takes, with which a message is still dropped and no more: engines may be behind the
+address of its sender, and it is dropped within ten milliseconds or so, which its sender pays for."""
 
 SENT_BYTES_PER_UNIT, DECODED_BYTES_PER_UNIT = 8192, 2048
 """How much can be sent, or looked at by a decoder, for one unit of `Listener.charge`."""

@@ -1,9 +1,10 @@
 """What the kernel says of a TCP connection or listener by its descriptor, which belongs to somebody else and may be
 closed any moment.
 
-libzmq keeps the parts of a message until the last one has come, however many they are, and tells nobody. The bytes
-that have come over a connection since its last whole message are what it may keep: `TCP_INFO` of Linux has them. Those
-that libzmq has not read yet are the kernel's, which keeps no more than twice the receive buffer that it was asked for.
+libzmq keeps the parts of a message until the last one has come, however many they are, and says nothing of it. The
+bytes that have come over a connection since its last whole message are what it may keep: `TCP_INFO` of Linux has them.
+Those that libzmq has not read yet are the kernel's, which keeps no more than twice the receive buffer that it was asked
+for.
 """
 
 from __future__ import annotations

@@ -200,7 +200,7 @@ class Connections:
             )
             self._put(core.NotificationFailed(connection=number, failure=failure))
         except PortClosed:
-            return  # the port is broken, which everybody is told
+            return  # the port is broken, which all actors are told
 
     async def _take_back(self, number: int, failure: Failure | None) -> None:
         connection = self._by_number.pop(number)

@@ -90,7 +90,7 @@ class EngineDraining:
         )
 
     def report(self) -> DrainReport:
-        """How far it has come, for who has asked."""
+        """How far it has come, for a tool that has asked."""
         value, now_ns, counted = self.value, self._clock.now_ns(), self._count()
         return DrainReport(
             state="drained" if value.state is State.DRAINED else "draining",
@@ -129,7 +129,7 @@ class EngineDraining:
         self._step(machine.WorkerDone(worker=number))
 
     def _step(self, event: Event) -> None:
-        """What raises is logged, and only that is lost: the machine has taken the step, and nobody takes it again."""
+        """What raises is logged, and only that is lost: the machine has taken the step, and it is not taken again."""
         before = self.value
         self.value, effects = machine.MACHINE.step(before, event)
         if self.value.state is not before.state:

@@ -110,7 +110,7 @@ class Figures:
         self._numbers = [0] * len(_KEYS)
         # The trio thread appends; the engine thread takes from the other end. Each is one call of the deque.
         self._samples: deque[tuple[str, float]] = deque(maxlen=SAMPLES_MAX)
-        # The trio thread alone raises it, after what it stands for: whoever sees it finds all of that.
+        # The trio thread alone raises it, after what it stands for: a thread that sees it finds all of that.
         self._changes = 0
         # The engine thread alone reads and writes these: what it saw last.
         self._changes_taken = 0
@@ -202,7 +202,7 @@ class Figures:
         return dict(zip(_KEYS[_COUNTERS:], self._numbers[_COUNTERS:], strict=True))
 
     def clear(self) -> None:
-        """The actors are dead, and whatever they had in hand is nobody's any more."""
+        """The actors are dead, and there is nothing in their hands any more."""
         if any(self._numbers[_COUNTERS:]):
             self._numbers[_COUNTERS:] = [0] * (len(_KEYS) - _COUNTERS)
             self._changes += 1

@@ -158,7 +158,7 @@ async def disconnect(
     """Take back what `connect` loaded. No READ may be in flight on it.
 
     Args:
-        failure: what has made it useless to everybody who shares its agents; None: nothing.
+        failure: what has made it useless to all connections that share its agents; None: nothing.
         on_over: called once, when all is taken back: perhaps after this has returned, when others have let go.
     """
     left = len(connection.ranks) + 1

@@ -4,13 +4,13 @@
 
 It changes nothing: it reads the views of the cores (`RemoteEngine.view`, `Lending.leases`, `Roster.view`), what `Reads`
 was given, and the recorder. One question is answered at a time, and at most QUESTIONS_WAITING_MAX wait, of one tool
-QUESTIONS_OF_ONE_MAX; one that does not fit is dropped, as if it had been lost on its way. Who asks is charged for the
+QUESTIONS_OF_ONE_MAX; one that does not fit is dropped, as if it had been lost on its way. The tool is charged for the
 work (`Listener.charge`), so that tools cannot keep the thread busy.
 
-Nobody waits for it. What a question is about is listed in one go (references, some 10 ns each), and then looked through
-and rendered in slices of at most ROWS_PER_SLICE rows or LOOKED_AT_PER_SLICE others, between which every other task has
-its turn (`tests/bench/bench_inspection.py` says how long a slice takes). So rows of one answer may be of different
-moments; each row is of one. What has ended when its turn comes is left out.
+No other task waits for it. What a question is about is listed in one go (references, some 10 ns each), and then looked
+through and rendered in slices of at most ROWS_PER_SLICE rows or LOOKED_AT_PER_SLICE others, between which every other
+task has its turn (`tests/bench/bench_inspection.py` says how long a slice takes). So rows of one answer may be of
+different moments; each row is of one. What has ended when its turn comes is left out.
 """
 
 from __future__ import annotations

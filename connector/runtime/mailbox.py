@@ -1,7 +1,7 @@
 """Mailboxes: how messages reach an actor from others in the trio thread (other threads: `connector.thread_mailbox`).
 
-Sending is synchronous, never blocks and never fails, so an actor can send while it handles a message. Whoever takes
-messages from outside bounds them before it puts them here.
+Sending is synchronous, never blocks and never fails, so an actor can send while it handles a message. An actor that
+takes messages from outside bounds them before it puts them here.
 """
 
 from __future__ import annotations

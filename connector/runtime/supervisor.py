@@ -190,7 +190,7 @@ class Supervisor:
         self._stop_everything(f"its device cannot be asked: {error}")
 
     async def _wind_down(self) -> None:
-        # First, so that it is on its way before the sockets close. Who misses it sees a connection that is lost.
+        # First, so that it is on its way before the sockets close. An engine that misses it sees a lost connection.
         self._lease_keeper.leave_now()
         self._stop_everything("it is shutting down")
         with trio.move_on_after(SHUTDOWN_GRACE_SECONDS):
@@ -215,7 +215,7 @@ class Supervisor:
             actor.tell(Stop(failure=self._stopped))
 
     def _close_roster(self) -> None:
-        """Nobody is left to answer for a request: who comes from here on is refused."""
+        """No actor is left to answer for a request: those that come from here on are refused."""
         self._tell_roster(roster.Stopped(failure=self._stopped or ConnectorStopped(detail="its actors have crashed")))
         for key in list(self._peers):
             self._forget(key)
@@ -235,8 +235,8 @@ class Supervisor:
                 self._report_lost(command, error)
 
     def _report_lost(self, command: StartPull | RejectPull, error: Exception) -> None:
-        """A mistake costs the request that it occurred with. Whether a READ of it has begun nobody knows. If nobody
-        waits for the request, or it is reported by somebody else as well, the engine thread does not tell it."""
+        """A mistake costs the request that it occurred with. Whether a READ of it has begun is not known. If vLLM does
+        not wait for the request, or it is reported by its actor as well, the engine thread does not tell it."""
         failure = ActorCrashed(actor="supervisor", error=repr(error))
         self._context.log_failure(f"request {command.request_id}", failure)
         self._context.emit(
@@ -388,7 +388,7 @@ class Supervisor:
         clock = self._context.clock
         while True:
             deadline_ns, now_ns = self._roster.next_deadline(), clock.now_ns()
-            # Nothing can become due earlier: who is admitted meanwhile has `idle_ns` from then.
+            # Nothing can become due earlier: an engine that is admitted meanwhile has `idle_ns` from then.
             sleep_ns = idle_ns if deadline_ns is None else max(0, deadline_ns - now_ns)
             await trio.sleep(sleep_ns / NS_PER_SECOND)
             self._carry_out(self._roster.advance(clock.now_ns()))

@@ -1,4 +1,4 @@
-"""Messages that change what an engine does: who sends them runs the engine. `nixl-actor drain` and `meet` do.
+"""Messages that change what an engine does, as its operator wants. `nixl-actor drain` and `meet` send them.
 
     tool -> side channel     b"drain_engine"         -> DrainReport   begin to drain; what has become of it
     own engine -> worker     Leave                   -> LeaveTaken    tell your decode engines that we leave
@@ -10,8 +10,8 @@ answer says how far it has come. The second is what the scheduler process then t
 control sockets (`connector/runtime/draining.py`). The third goes to the control socket of each rank of a decode
 engine, and may be repeated as well. One msgpack map in one frame each. Built-in engines are sent none of these.
 
-Whoever reaches the sockets of an engine can send the first and the third, as whoever reaches them can read KV. The
-second has a secret in it, which a worker makes when it starts and vLLM carries to the scheduler process.
+A process that reaches the sockets of an engine can send the first and the third, as it can read KV. The second has a
+secret in it, which a worker makes when it starts and vLLM carries to the scheduler process.
 """
 
 from __future__ import annotations

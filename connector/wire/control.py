@@ -3,13 +3,13 @@
     D -> P   Hold       these leases are still wanted     -> HoldAnswer  for how long each is held, or why it is not
     D -> P   Release    these leases are no more wanted   -> Released    which releases P has counted
     D -> P   AskSums    the checksums of a lease          -> Sums        a part of them; only to a P that makes them
-    P -> D   Leaving    P is to end, and keeps what it lends for so long; to whoever has sent a Hold
+    P -> D   Leaving    P is to end, and keeps what it lends for so long; to engines that have sent a Hold
     tool     Inspect    show what lives                   -> Inspected   see `connector.wire.inspection`
     own engine, tool    see `connector.wire.administration`
 
 One msgpack map in one frame each. Only durations cross: `Hold.sent_ns` is D's own clock, which P echoes and does not
-read. A message is about at most LEASES_PER_MESSAGE_MAX leases, so that its size has a bound; who has more sends more
-messages. The same checks run where a message is made and where one is decoded.
+read. A message is about at most LEASES_PER_MESSAGE_MAX leases, so that its size has a bound; an engine that has
+more sends more messages. The same checks run where a message is made and where one is decoded.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class AskSums(msgspec.Struct, frozen=True, kw_only=True, tag="ask_sums"):
 
 
 NO_SUMS = b""
-"""In place of what `encode_sums` makes: P could not make them, and never will. Who verifies reads nothing of it."""
+"""In place of what `encode_sums` makes: P could not make them, and never will. D reads nothing of it."""
 
 
 class Sums(msgspec.Struct, frozen=True, kw_only=True, tag="sums"):

@@ -118,9 +118,10 @@ def worker_name(pp_rank: int, tp_rank: int) -> str:
 
 
 class Advertisement(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine says of one of its ranks to who does not mean to read from it: a tool, which expects nothing.
+    """What an engine says of one of its ranks to a process that does not mean to read from it: a tool, which expects
+    nothing.
 
-    `error`: why nobody can read from it. It says nothing else then, but `actor` where it has served before.
+    `error`: why it cannot be read from. It says nothing else then, but `actor` where it has served before.
     """
 
     compatibility_hash: str | None
@@ -258,7 +259,7 @@ def decode_reply(
 
 
 def decode_advertisement(frames_untrusted: Sequence[bytes]) -> Advertisement:
-    """Read an engine's reply, whoever it is. Raises DecodeFailed."""
+    """Read the reply of any engine. Raises DecodeFailed."""
     if len(frames_untrusted) != 2:
         raise DecodeFailed(f"expected 2 frames, got {len(frames_untrusted)}")
     payload = _decode_payload(frames_untrusted[0])

@@ -4,8 +4,8 @@
 numbers become addresses that NIXL reads from, so `decode_agent_metadata` bounds all of them and checks that they fit
 together. What they mean belongs to layout: `advertised` makes the map from a `RankLayout`, `remote` reads it.
 
-Whoever answers at the address in a request may have sent it, and decoding keeps the interpreter from the engine. So it
-is bounded by what an engine has, and not only by the size of what came.
+Any process that answers at the address in a request may have sent it, and decoding keeps the interpreter from the
+engine. So it is bounded by what an engine has, and not only by the size of what came.
 """
 
 from __future__ import annotations

@@ -1,17 +1,18 @@
-"""Signatures of `kv_transfer_params`: whoever lends signs where the KV is, whoever reads accepts nothing else.
+"""Signatures of `kv_transfer_params`: an engine that lends signs where the KV is, and one that reads accepts nothing
+else.
 
 The parameters travel through routers and clients, and an engine that reads does what they say: it connects to an
 address, asks for a lease, and reads blocks by their numbers. A signature binds all of it (`RemotePrefill`), and in
-which direction it is meant, to a secret that only engines know. So nobody else can make parameters, nor put parts of
-two together. Genuine ones can be sent twice; that is what leases are for: a lease ends when it has been read, its name
-is never used again, and the name is signed.
+which direction it is meant, to a secret that only engines know. So no other process can make parameters, nor put parts
+of two together. Genuine ones can be sent twice; that is what leases are for: a lease ends when it has been read, its
+name is never used again, and the name is signed.
 
     signature   <key id>:<HMAC-SHA256 of the parameters, 64 hexadecimal digits>
 
 What is signed is the parameters as they were understood, and not their text, which a router may write anew. Fields that
 have their default are left out, so that a later version may add some. vLLM's proxy for conversations puts the host of
-an engine's HTTP in the place of that of its side channel. So the host is there twice, and whoever checks a signature
-connects to the one that was signed (`signed_host`).
+an engine's HTTP in the place of that of its side channel. So the host is there twice, and an engine that checks a
+signature connects to the one that was signed (`signed_host`).
 
 Several keys are known at a time: the first one signs, all are accepted, and a key can be replaced while engines run.
 Engines of one fleet share the secrets, so a signature says that an engine of the fleet made it, and not which one.

@@ -4,7 +4,7 @@ The sum of a block is that of its words of four bytes, each multiplied by an odd
 place, modulo 2 ** 64. Odd numbers are invertible there, so one word that differs always changes the sum; several that
 differ, or words that have changed places, do in all but one of 2 ** 32 cases and mostly many more. (Words of eight
 bytes would be faster, and two of them whose highest bits are wrong would always cancel: only the lowest bit of the
-number counts for these.) It is no digest: who forges KV on purpose can forge its sum.
+number counts for these.) It is no digest: one that forges KV on purpose can forge its sum.
 
 One reduction of torch does it on a processor and on a device, instead of a hash such as xxh3 on the host: one side may
 have its blocks on a device and the other on the host, and both have to find the same number, which sums of integers are

@@ -334,8 +334,8 @@ class ConnectorWorker:
         )
 
     def _open_control_socket(self, rank_number: int, log_failure: FailureLog) -> tuple[ZmqSideChannel, str, Listener]:
-        """The side channel, where peers are told that the control socket listens, and this. Who is turned away there is
-        logged and counted."""
+        """The side channel, where peers are told that the control socket listens, and this. What is turned away there
+        is logged and counted."""
         log_stranger = StrangerLog("control socket")
 
         def refuse(address: str, sentence: str) -> None:
@@ -503,7 +503,7 @@ class ConnectorWorker:
         return results
 
     def _tell_failed(self, failed: Mapping[str, Failure]) -> None:
-        """In the log, and to who answers for requests."""
+        """In the log, and to the actors, which answer for requests."""
         assert self._log_failure is not None
         for request_id, failure in failed.items():
             self._log_failure(f"request {request_id}", failure)

@@ -7,9 +7,9 @@ peers with what they have mapped: requests would be done with what stood there b
 of it.
 
 What frees that memory is a sleep-mode backend, which vLLM lets others provide. So the worker's is replaced by one that
-gives nothing up. Where it is the only worker of its engine it refuses, and whoever asked gets the error. Of several
-workers none may: vLLM stops listening at the first one that has failed, and takes the answers of the others, which
-stay in their queues, for those to its next step, with which the engine ends. So these say it in the log and go on; the
+gives nothing up. Where it is the only worker of its engine it refuses, and the caller gets the error. Of several
+workers none may: vLLM stops listening at the first one that has failed, and takes the answers of the others, which stay
+in their queues, for those to its next step, with which the engine ends. So these say it in the log and go on; the
 engine passes for one that sleeps until it is woken up, and everything is as it was.
 """
 

@@ -6,7 +6,7 @@ set.
 
 On the engine thread, before vLLM is told that the request is loaded, as every permutation on a processor: what is
 packed is copied twice, and then written once by the kernel. A request is packed as a whole or has failed: what its
-blocks hold then is nobody's KV.
+blocks hold then is no request's KV.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class PackedBlocks:
         self._layers = tuple(layers)
 
     def pack(self, permutation: Permutation) -> None:
-        """All blocks of a request. Raises what a kernel raises, and then the blocks hold nobody's KV."""
+        """All blocks of a request. Raises what a kernel raises, and then the blocks hold no request's KV."""
         (kernel_blocks,), (chunks,) = permutation.kernel_blocks, permutation.chunks
         blocks = torch.from_numpy(kernel_blocks)
         for layer in self._layers:

@@ -4,10 +4,11 @@ A thread that wants the interpreter waits until the one that has it lets go, and
 5 ms, unless told otherwise. From a command to its report the connector's threads need it several times, because each
 NIXL call and each turn of the trio loop gives it away (docs/performance.md has figures). Behind an engine thread that
 computes in Python that would be tens of milliseconds for a READ of five. So the interval is shorter while transfers are
-open. What the engine pays is a switch of threads for each of those times, and nothing while nobody else wants the
+open. What the engine pays is a switch of threads for each of those times, and nothing while no other thread wants the
 interpreter.
 
-The interval belongs to the process. Whoever has set a shorter one is left alone, and so is who changes it meanwhile.
+The interval belongs to the process. A shorter one that was set before is left alone, and so is one that is set
+meanwhile.
 """
 
 from __future__ import annotations

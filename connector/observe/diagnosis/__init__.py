@@ -4,7 +4,7 @@ Before there is traffic: addresses, whether the engines fit together, devices an
 With traffic: what the workers have counted and what lives in them. `diagnose` is a pure function of what the engines
 said (`connector.observe.live.Survey`); each check is a function that yields findings, with both sides' values.
 
-A problem will cost requests, or does; a warning may, or costs time; a note is for who looks for something.
+A problem will cost requests, or does; a warning may, or costs time; a note is for an operator who looks for something.
 
 finding     what a check finds
 reachable   whether engines and workers answer, and are found where they say that they are
@@ -48,7 +48,7 @@ def diagnose(
 
     Args:
         named: the addresses that were given, each as often as it was.
-        opened: what UCX opens for the workers, by engine id and number, that run on the machine of who asks.
+        opened: what UCX opens for the workers, by engine id and number, that run on the machine of this process.
         looked_for: request ids on P about which every worker gave all its records, beside the newest RECORDS_ASKED.
     """
     answering = [engine for engine in found.engines if engine.answers]

@@ -1,9 +1,9 @@
-"""A queue with one consumer, who waits for very short times.
+"""A queue with one consumer, which waits for very short times.
 
 Not `queue.SimpleQueue`: in CPython up to 3.13 at least, its `get(timeout)` can wait for ever. When its lock is free and
 the queue is empty it goes round a second time with what is left of the time, and if the thread lost its core in between
 that is less than nothing, which the lock takes for "no limit". With waits of half a millisecond that was one READ in
-three thousand, whose end nobody asked for until the next call came. `threading.Lock.acquire` has no such gap.
+three thousand, whose end was not asked for until the next call came. `threading.Lock.acquire` has no such gap.
 """
 
 from __future__ import annotations

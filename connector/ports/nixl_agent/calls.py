@@ -32,7 +32,7 @@ class CallRefused(Exception):
 class _Queued:
     """Something on its way to the agent's thread.
 
-    Either the thread or a canceller claims it, whoever comes first; a lock taken once is the atomic test-and-set.
+    Either the thread or a canceller claims it, whichever comes first; a lock taken once is the atomic test-and-set.
     """
 
     __slots__ = ("_claim",)
@@ -62,7 +62,7 @@ class Call(_Queued):
 
 
 class ReadOrdered(_Queued):
-    """A READ whose turn comes. Nobody waits for it: what becomes of it are events."""
+    """A READ whose turn comes. No task waits for it: what becomes of it are events."""
 
     __slots__ = ("handle", "local", "local_ids", "remote", "remote_ids")
 

@@ -15,16 +15,16 @@ Rules
     could not be read, and the state was "DONE".) UCX does mark the connection as failed then, at its next progress, and
     NIXL refuses to post over it from then on. So before such a READ counts as done, the first bytes of its last
     descriptor are read a second time, to the same place. If that is refused or fails, the READ has failed. It is short,
-    so that the call mostly returns before the engine thread has noticed that it could have the interpreter.
-    That holds for one connection. UCX's threads have one each, and nobody can ask in which state these are
-    (docs/nixl.md fact 32). So UCX is given no threads.
+    so that the call mostly returns before the engine thread has noticed that it could have the interpreter. That holds
+    for one connection. UCX's threads have one each, and it cannot be asked in which state these are (docs/nixl.md fact
+    32). So UCX is given no threads.
 * The first READ between two agents makes UCX's connections and takes it milliseconds longer than any further one,
   whatever was asked of NIXL before. So when the first list of an agent is prepared, the first bytes of its memory are
-  read into a few of the port's own. Nobody waits for that READ, nobody is told of it, and it may fail: a request's own
-  READ says why. The agent's removal does not wait for it either; its handle is released after that.
+  read into a few of the port's own. No task waits for that READ or is told of it, and it may fail: a request's own READ
+  says why. The agent's removal does not wait for it either; its handle is released after that.
 * Metadata that name an agent which is loaded are handed to NIXL only if they are those that it was loaded with. With
   others of the same connection NIXL would forget the agent when it comes to a mistake in them, while READs from it go
-  on (docs/nixl.md fact 33); whoever answers a handshake can send those.
+  on (docs/nixl.md fact 33); any process that answers a handshake can send those.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class AgentCore:
         missing = [backend for backend in backends if backend not in self._agent.backends]
         if missing:
             raise CallRefused(f"NIXL has no usable backend {', '.join(missing)}")
-        # Whoever keeps the memory of `ranges`: for as long as NIXL may write there, so do we.
+        # What keeps the memory of `ranges`: for as long as NIXL may write there, so do we.
         self._owner = owner
         self._registrations: list[Any] = []
         for kind in dict.fromkeys(each.memory_kind for each in ranges):
@@ -175,7 +175,7 @@ class AgentCore:
         self.errored: dict[ReadHandle, _Read] = {}
         """READs that ended with an error and may still write; their handles are kept."""
         self.first_reads: dict[AgentName, Any] = {}
-        """Handles of READs that nobody has asked for, in flight. See the module's rules."""
+        """Handles of READs that no request has asked for, in flight. See the module's rules."""
         self._met: set[AgentName] = set()
         """Agents from which something was read."""
         self.notification_polls_lost = 0
@@ -424,7 +424,7 @@ class AgentCore:
             return 0.0, 0.0
 
     def _release(self, read: _Read) -> bool:
-        """Release a READ. False when NIXL refuses; then somebody has to keep it until the agent's end."""
+        """Release a READ. False when NIXL refuses; then its handle has to be kept until the agent's end."""
         try:
             for transfer in (read.transfer, read.probe):
                 if transfer is not None:

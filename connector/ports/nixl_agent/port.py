@@ -2,13 +2,13 @@
 
 How a call travels
 The trio task puts a call into a queue and parks. The thread runs it, and puts the outcome into a `ThreadMailbox`, as
-it does with events. The two threads share nothing else. Nobody parks for a READ: each turn of the trio loop that lies
+it does with events. The two threads share nothing else. No task parks for a READ: each turn of the trio loop that lies
 between a request and its KV may be a wait for the interpreter, while the engine keeps that busy
 (docs/performance.md).
 
-A call that does not return (a driver or a device hangs) keeps the thread, and everything waits for it: nobody can say
-whether READs still write. To whoever waits it looks as if all peers hung at once. So a task of the trio run looks at
-the thread now and then, and says in the log that it is this one.
+A call that does not return (a driver or a device hangs) keeps the thread, and everything waits for it: it cannot be
+known whether READs still write. To the waiting tasks it looks as if all peers hung at once. So a task of the trio run
+looks at the thread now and then, and says in the log that it is this one.
 
 Cancellation: a call that the thread has not begun is withdrawn; one that it has begun is waited for (as long as NIXL
 takes for it), so a result is never lost and needs no disposal.
@@ -78,7 +78,7 @@ class RealNixlPort:
         self._mailbox: ThreadMailbox[Outgoing] = ThreadMailbox(self._take, self._note_error)
         self._token: trio.lowlevel.TrioToken | None = None
         self._on_event: Callable[[NixlEvent], None] | None = None
-        # What came before there was somebody to take it.
+        # What came before there was a callback to take it.
         self._early: list[NixlEvent] = []
         self.lag_seconds = 0.0
         """For how long NIXL has not come back from a call; 0 unless that is long. For any thread."""
@@ -104,7 +104,7 @@ class RealNixlPort:
         timeout_seconds: float = OPEN_SECONDS_MAX,
         on_wait: Callable[[float], None] = lambda seconds: None,
     ) -> RealNixlPort:
-        """Create the agent and register `ranges`; blocks the caller, who needs no trio run.
+        """Create the agent and register `ranges`; blocks the caller, which needs no trio run.
 
         `package` is NIXL's own name, which is another one in its wheel for ROCm. `scratch` is for the first READ from
         each peer with memory of that kind; None: on the host. `owner` is what keeps the memory of `ranges`; it lives
@@ -268,7 +268,7 @@ class RealNixlPort:
             trio.lowlevel.spawn_system_task(self._watch)
 
     async def _watch(self) -> None:
-        """Until the thread has ended. A task of the run itself: whoever has the port need not know of it."""
+        """Until the thread has ended. A task of the run itself: the owner of the port need not know of it."""
         notice = HangNotice(self._thread.name, "calls of NIXL", NIXL_HANGS)
         turns, looks = self._thread.turns, 0
         while not self._thread.ended:
@@ -297,7 +297,7 @@ class RealNixlPort:
         try:
             self._mailbox.flush(self._token)
         except trio.RunFinishedError:
-            self._thread.close(0.0)  # nobody will ask for anything any more
+            self._thread.close(0.0)  # no call will come any more
 
     def _take(self, item: Outgoing) -> None:
         if isinstance(item, Call):

@@ -47,10 +47,10 @@ LOOK_SECONDS = 0.0002
 """Calls that wait are run for so long before there is another look at the READs in flight."""
 
 OPEN_PROGRESS_SECONDS = 10.0
-"""How often whoever waits for the agent is told for how long."""
+"""How often `on_wait` is told for how long the agent has been waited for."""
 
 EXIT_SECONDS_MAX = 2.0
-"""How long the end of the process waits for a port that nobody closed."""
+"""How long the end of the process waits for a port that was not closed."""
 
 UNDELIVERED_EVENTS_MAX = 10_000
 """Notifications are left inside NIXL while so many events wait for the trio thread."""

@@ -103,7 +103,7 @@ class ZmqSideChannel:
     Args:
         access: who is let in, and where it connects to.
         on_refusal: told the address that a listener has not let in, and in a sentence why.
-        on_no_room: told in a sentence that somebody wants to connect and no file descriptor is left.
+        on_no_room: told in a sentence that a process wants to connect and no file descriptor is left.
     """
 
     def __init__(
@@ -323,7 +323,7 @@ class ZmqSideChannel:
         self._open.discard(closed)
 
     def _measure_clients(self) -> None:
-        """Start the task that measures clients as long as there are any. It belongs to the trio run: whoever has the
+        """Start the task that measures clients as long as there are any. It belongs to the trio run: the owner of the
         channel need not know of it."""
         if not self._is_measuring:
             self._is_measuring = True

@@ -10,10 +10,10 @@
   (`connector/ports/doorman.py`).
 * libzmq has no limit to the frames of a message, and a ROUTER hands out nothing else before the last one was taken,
   also when the connection has ended. So a message of too many frames is dropped in pieces: no other can be read
-  meanwhile, but other tasks go on. Whoever sent it is shut out for a while. How many frames there can be is bounded by
-  the bytes that may come: an empty frame has two of them, and takes 64 in memory.
-* Replies are queued for each connection, and few: who reads none is cut off by the kernel after a while. A large reply
-  that is sent to many is kept once.
+  meanwhile, but other tasks go on. Its sender is shut out for a while. How many frames there can be is bounded by the
+  bytes that may come: an empty frame has two of them, and takes 64 in memory.
+* Replies are queued for each connection, and few: an engine that reads none is cut off by the kernel after a while. A
+  large reply that is sent to many is kept once.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ DROPPED_UNITS, DROPPED_FRAME_UNITS = 4, 1
 """What a message out of bounds costs its sender, and each frame of it that is dropped; see `Listener.charge`."""
 
 DROPPED_AT_A_TIME = 512
-"""Frames that a listener drops before other tasks have their turn: a millisecond or so. It hears nobody before the last
-frame of a message was dropped, so turns must not be much shorter either."""
+"""Frames that a listener drops before other tasks have their turn: a millisecond or so. It takes no other message
+before the last frame of a message was dropped, so turns must not be much shorter either."""
 FRAMES_PER_MESSAGE = 8
 """To look at a message costs as much as to drop so many frames."""
 

@@ -74,7 +74,8 @@ class Monitor:
         return bool(self._both.poll(0))
 
     def received_bytes(self) -> int:
-        """Over the connection that `catch_up` has told of. Takes no event in: who waits for one would miss it."""
+        """Over the connection that `catch_up` has told of. Takes no event in: a task that waits for one would miss
+        it."""
         return 0 if self._descriptor is None else received_bytes(self._descriptor)
 
     def catch_up(self) -> None:

@@ -3,10 +3,10 @@
 * A requester is a DEALER that behaves like a REQ (empty delimiter frame first) for one exchange and is then closed. A
   REQ would keep a late reply out too, but cannot be abandoned half way and waits for ever if the peer was restarted.
 * A server of something else mostly ends the connection when it sees ZMQ's greeting: DISCONNECTED comes before
-  HANDSHAKE_SUCCEEDED, and another look at it shows no greeting. If nobody listens any more by then, a process has ended
-  that the kernel had accepted a connection for. Others wait for the end of a line, which the greeting has not, or say
-  something themselves that libzmq takes for the beginning of a message; this looks like a process that hangs. So when
-  no greeting has come for a while, a second connection is made, which sends a line, and looks at what comes back.
+  HANDSHAKE_SUCCEEDED, and another look at it shows no greeting. If nothing listens any more by then, a process has
+  ended that the kernel had accepted a connection for. Others wait for the end of a line, which the greeting has not, or
+  say something themselves that libzmq takes for the beginning of a message; this looks like a process that hangs. So
+  when no greeting has come for a while, a second connection is made, which sends a line, and looks at what comes back.
 * A requester with keys tries the accepted ones one after the other, beginning with the one that the address had last;
   of a fleet whose engines share a few keys that is a matter of milliseconds, and of one attempt later. A server that
   does not know the client's key says so. One that has another key than was expected, or none, ends the connection
@@ -181,7 +181,7 @@ class ZmqRequester:
     async def _look_at_greeting(self, address: str) -> bytes:
         """The mechanism of security that the server names in its greeting.
 
-        Raises NotASideChannel when it does not greet, and PortRefused when nobody listens any more.
+        Raises NotASideChannel when it does not greet, and PortRefused when nothing listens any more.
         """
         said = b""
         try:
