@@ -5,18 +5,26 @@ and P lends nothing any more. `exit`: its process ends, so that its supervisor (
 
 The end is a SIGTERM to the own process, not an exception in the next step: an idle engine takes no step. vLLM takes the
 end of a worker or of the engine core for what it is, ends all others, and its API server with them.
+
+An engine core that has something to do does not end at SIGTERM. It refuses new requests until its answers are complete
+and nothing is lent any more, for which `--shutdown-timeout` and leases leave minutes. So a process that still lives
+ORDERLY_END_SECONDS later ends without asking anybody.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 
 from connector.config import ConnectorOptions
 from connector.observe.log import get_logger
 from connector.wire.bounded import shorten
 
 REASON_LENGTH_MAX = 300
+ORDERLY_END_SECONDS = 5.0
+"""How long vLLM has for the end that it makes of SIGTERM."""
+EXIT_STATUS = 1
 
 _log = get_logger()
 
@@ -30,8 +38,13 @@ def act_on(options: ConnectorOptions, reason: str) -> None:
         )
         return
     _log.critical(
-        "this engine transfers no KV any more: %s. Its process %d ends now (on_actor_death=exit)",
+        "this engine transfers no KV any more: %s. Its process %d ends now, whatever it is doing in %g s "
+        "(on_actor_death=exit)",
         shorten(reason, REASON_LENGTH_MAX),
         os.getpid(),
+        ORDERLY_END_SECONDS,
     )
+    hard_end = threading.Timer(ORDERLY_END_SECONDS, os._exit, (EXIT_STATUS,))
+    hard_end.daemon = True  # an interpreter that ends in order does not wait for it
+    hard_end.start()
     os.kill(os.getpid(), signal.SIGTERM)

@@ -1,8 +1,8 @@
-"""Engines whose actors die, with each value of the option `on_actor_death`; idle ones, which take no step."""
+"""Engines whose actors die, with each value of the option `on_actor_death`: idle ones, and one with work."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from tests.e2e.client import REQUEST_TRANSFER, Client
 from tests.e2e.cluster import Room, prompt, wait_for
 from tests.e2e.engines import Engine, EngineOptions, EngineSet
 from tests.e2e.metrics_page import Page
-from tests.e2e.mortal_connector import DEADLY_FILE_VARIABLE
+from tests.e2e.mortal_connector import DEADLY_FILE_VARIABLE, LISTENER, WORKER
 from tests.e2e.tiny_model import tiny_llama
 from tests.rig.network import dead_params, free_port
 
@@ -23,10 +23,15 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(420)]
 END_SECONDS = 60.0
 """vLLM's API server looks every five seconds whether its engine is alive; it takes a moment to end."""
 
+BUSY_SECONDS = 600
+"""For how long the blocks of one request are lent, and vLLM's drain at SIGTERM may wait for that."""
+
 
 @contextmanager
-def mortal(tmp_path: Path, how: str, **options: Any) -> Iterator[Engine]:
-    """An engine that is idle, and whose actors have just died."""
+def mortal(
+    tmp_path: Path, how: str, *, who: str = WORKER, config: Mapping[str, Any] | None = None, **options: Any
+) -> Iterator[Engine]:
+    """An engine that is idle but for a lease, and whose actors have just died: its worker's, or its listener."""
     deadly = tmp_path / "deadly"
     with EngineSet() as engines:
         (engine,) = engines.start(
@@ -36,7 +41,7 @@ def mortal(tmp_path: Path, how: str, **options: Any) -> Iterator[Engine]:
                 logs=tmp_path,
                 context_tokens=512,
                 module_path="tests.e2e.mortal_connector",
-                extra_config={"on_actor_death": how},
+                extra_config={"on_actor_death": how, **(config or {})},
                 environment={DEADLY_FILE_VARIABLE: str(deadly)},
                 **options,
             )
@@ -45,7 +50,7 @@ def mortal(tmp_path: Path, how: str, **options: Any) -> Iterator[Engine]:
             lent = client.complete(prompt(100, how), max_tokens=1, kv_transfer_params=REQUEST_TRANSFER)
             assert Page.of(client)[c.UP] == 1
         assert lent.kv_transfer_params
-        deadly.touch()
+        deadly.write_text(who)
         wait_for(lambda: "transfers no KV any more" in engine.log() or None, "a line about the death")
         yield engine
 
@@ -76,4 +81,19 @@ def test_exit_ends_an_idle_engine(room: Room, tmp_path: Path) -> None:
     room.clear()
     with mortal(tmp_path, "exit", changes="tests.e2e.own_signals") as engine:
         assert "on_actor_death=exit" in the_line(engine)
+        wait_for(lambda: not engine.running or None, "the end of the API server", END_SECONDS)
+
+
+def test_exit_ends_an_engine_core_that_has_work(room: Room, tmp_path: Path) -> None:
+    """What is lent, and no SIGTERM, would keep it for BUSY_SECONDS, in which it takes no request."""
+    room.clear()
+    with mortal(
+        tmp_path,
+        "exit",
+        who=LISTENER,
+        config={"kv_lease_duration": BUSY_SECONDS, "drain_grace_seconds": BUSY_SECONDS},
+        arguments=("--shutdown-timeout", str(BUSY_SECONDS)),
+        changes="tests.e2e.own_signals",
+    ) as engine:
+        assert "the handshake listener died" in the_line(engine)
         wait_for(lambda: not engine.running or None, "the end of the API server", END_SECONDS)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+from connector.actor_death import EXIT_STATUS, ORDERLY_END_SECONDS
 from connector.config import parse_options
 
 ROOT = Path(__file__).parents[2]
@@ -20,9 +22,21 @@ time.sleep(1)
 print("lives on")
 """
 
+BUSY = """
+import signal, sys, threading, time
+from connector.actor_death import act_on
+from connector.config import parse_options
+signal.signal(signal.SIGTERM, lambda *_: print("asked to end", flush=True))
+dying = threading.Thread(target=act_on, args=(parse_options({"on_actor_death": sys.argv[1]}), "its actors died"))
+dying.start()
+while True:
+    time.sleep(0.1)
+"""
+"""Like vLLM's engine core while it has work, which dies by the hand of another thread than the one with the signals."""
 
-def die(how: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", DIES, how]
+
+def die(how: str, program: str = DIES) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", program, how]
     return subprocess.run(command, cwd=ROOT, timeout=250, capture_output=True, text=True, check=False)
 
 
@@ -39,3 +53,11 @@ def test_it_ends_when_asked_to_with_one_line_that_has_the_cause() -> None:
     (line,) = died.stderr.splitlines()
     assert "transfers no KV any more: its actors died: OSError" in line
     assert "on_actor_death=exit" in line
+
+
+def test_it_ends_although_sigterm_does_not_end_it() -> None:
+    began = time.monotonic()
+    died = die("exit", BUSY)
+    assert (died.returncode, died.stdout) == (EXIT_STATUS, "asked to end\n")
+    assert time.monotonic() - began >= ORDERLY_END_SECONDS
+    assert f"in {ORDERLY_END_SECONDS:g} s" in died.stderr
