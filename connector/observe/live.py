@@ -473,9 +473,8 @@ class Surveyor:
                 link = await self._side_channel.open_link(actor.control_host, actor.control_port, actor.control_key)
                 number = 0
                 for question in questions:
-                    first: int | None = 0
-                    taken = 0
-                    while first is not None and taken < question.rows_max:
+                    before, first = len(rows), 0
+                    while len(rows) - before < question.rows_max:
                         number += 1
                         asked_at = time.time()
                         inspect = Inspect(
@@ -483,13 +482,16 @@ class Surveyor:
                             what=question.what,
                             match=question.match,
                             first=first,
-                            rows=min(ROWS_MAX, question.rows_max - taken),
+                            rows=min(ROWS_MAX, question.rows_max - (len(rows) - before)),
                         )
                         answer = await _answer_to(inspect, link)
                         round_trip = time.time() - asked_at
                         ahead = answer.wall - asked_at - round_trip / 2
+                        if answer.first != first:
+                            del rows[before:]  # it begins again
                         rows += answer.rows
-                        taken += len(answer.rows)
+                        if answer.next is None:
+                            break
                         first = answer.next
         except trio.TooSlowError:
             ran_out = bool(rows)

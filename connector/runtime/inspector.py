@@ -11,6 +11,10 @@ No other task waits for it. What a question is about is listed in one go (refere
 through and rendered in slices of at most ROWS_PER_SLICE rows or LOOKED_AT_PER_SLICE others, between which every other
 task has its turn (`tests/bench/bench_inspection.py` says how long a slice takes). So rows of one answer may be of
 different moments; each row is of one. What has ended when its turn comes is left out.
+
+What is listed is kept until its last row is told, for the questions that go on from there: in a list that is made
+again, what follows the rows that were told stands elsewhere. At most LISTS_KEPT lists, those that were asked for last,
+are kept, for LIST_KEPT_SECONDS each; a tool that goes on in one that is not kept any more is told all of a new one.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from __future__ import annotations
 import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence, Sized
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import trio
@@ -59,6 +63,10 @@ ROWS_PER_SLICE = 16
 LOOKED_AT_PER_SLICE = 1024
 LOCAL_PREFILLS_KEPT = 1024
 FAILED_LOADS_KEPT = 1024
+LISTS_KEPT = 16
+"""Lists of references: of the steps of the flight recorder 74 KiB, and what was overwritten meanwhile."""
+LIST_KEPT_SECONDS = 3.0
+"""Since it was asked for last; a tool asks on at once."""
 
 _AFTER = Step._fields.index("after")
 
@@ -72,6 +80,10 @@ class _Source(NamedTuple):
     candidates: Sequence[Any]
     is_about: Callable[[Any, str], bool]
     row: Callable[[Any], AnyRow | None]
+
+
+_ListKey: TypeAlias = tuple[ReplyAddress, inspection.What, str]
+"""Who has asked, and for what (`Inspect.match`)."""
 
 
 class Inspector:
@@ -110,6 +122,8 @@ class Inspector:
         self._local_prefills_count = 0
         # Requests that were read, and could not be finished: when this was told, and why. The oldest first.
         self._failed_loads: OrderedDict[str, tuple[int, Failure]] = OrderedDict()
+        # What is to be told on, and until when it is kept. What was asked for last is last.
+        self._lists: OrderedDict[_ListKey, tuple[float, _Source]] = OrderedDict()
         # For the question in hand.
         self._looked_at = self._rendered = 0
 
@@ -136,21 +150,32 @@ class Inspector:
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            await self._questions.wait(math.inf)
+            await self._questions.wait(LIST_KEPT_SECONDS if self._lists else math.inf)
+            self._forget_lists()
             while (asked := self._questions.take_one()) is not None:
                 question, reply_to = asked
                 self._looked_at = self._rendered = 0
-                frames = await self._answer(question)
+                frames = await self._answer(question, reply_to)
                 work = QUESTION_UNITS + ROW_UNITS * self._rendered + self._looked_at // LOOKED_AT_PER_UNIT
                 self._control.charge(reply_to, work)
                 self._control.reply(reply_to, frames)
 
-    async def _answer(self, question: Inspect) -> tuple[bytes]:
+    def _forget_lists(self) -> None:
+        now = trio.current_time()
+        while self._lists and next(iter(self._lists.values()))[0] <= now:
+            self._lists.popitem(last=False)
+
+    async def _answer(self, question: Inspect, reply_to: ReplyAddress) -> tuple[bytes]:
         await trio.lowlevel.checkpoint()
-        source = await self._source(question)
+        key = (reply_to, question.what, question.match)
+        _, kept = self._lists.pop(key, (0.0, None))
+        if question.first and kept is not None:
+            first, source = question.first, kept
+        else:
+            first, source = 0, await self._source(question)
         answer = AnswerBuilder(question.rows)
         looked_at = rendered = 0
-        position, total = question.first, len(source.candidates)
+        position, total = first, len(source.candidates)
         while position < total and not answer.is_full:
             candidate = source.candidates[position]
             position += 1
@@ -165,8 +190,12 @@ class Inspector:
                 looked_at = rendered = 0
                 await trio.lowlevel.checkpoint()
         next_row = position if position < total else None
-        self._looked_at += max(0, position - question.first)
-        return answer.frames(question, wall=self._clock.wall(), total=total, next_row=next_row)
+        self._looked_at += position - first
+        if next_row is not None:
+            self._lists[key] = trio.current_time() + LIST_KEPT_SECONDS, source
+            if len(self._lists) > LISTS_KEPT:
+                self._lists.popitem(last=False)
+        return answer.frames(question, wall=self._clock.wall(), total=total, first=first, next_row=next_row)
 
     async def _source(self, question: Inspect) -> _Source:
         match question.what:

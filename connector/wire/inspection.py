@@ -5,8 +5,11 @@
 
 One msgpack map in one frame each, as all messages on that socket (`connector.wire.control`). A question names one kind
 of rows (`What`). An answer has at most ROWS_MAX rows and about ROWS_BYTES_MAX bytes; `next` is the row from which to
-ask on. Every answer shows the moment at which it was made: what comes or goes between two answers may be missing, or be
-in both. No clock reading crosses, only durations; `wall` is for people.
+ask on. The worker keeps its list of what there is while it is asked on: what has ended before its row was made is left
+out, what has come since the first answer is missing, and nothing is told twice. It keeps few lists, and not for long
+(`connector/runtime/inspector.py`). An answer from another list than the one before begins at the first row again, says
+so in `first`, and takes the place of all answers before it. No clock reading crosses, only durations; `wall` is for
+people.
 
 Both sides distrust the other: the worker decodes a question within bounds, the tool an answer. Fields of rows may be
 added; a tool ignores those that it does not know.
@@ -386,12 +389,19 @@ WHATS: tuple[What, ...] = tuple(kind.what for kind in get_args(AnyRow))
 
 
 class Inspected(msgspec.Struct, frozen=True, kw_only=True, tag="inspected"):
-    """The answer. `next` None: there are no more rows. `total`: rows of this kind, whether they match or not."""
+    """The answer.
+
+    Attributes:
+        total: rows of this kind, whether they match or not.
+        first: that of the question; 0, if the list in which it was to go on is not kept any more.
+        next: None: there are no more rows.
+    """
 
     number: Natural
     what: What
     wall: float
     total: Natural
+    first: Natural
     next: Natural | None
     rows: Annotated[tuple[AnyRow, ...], Meta(max_length=ROWS_MAX)]
 
@@ -403,6 +413,7 @@ class _Encoded(msgspec.Struct, frozen=True, kw_only=True, tag="inspected"):
     what: What
     wall: float
     total: int
+    first: int
     next: int | None
     rows: list[msgspec.Raw]
 
@@ -430,9 +441,15 @@ class AnswerBuilder:
         self._bytes += len(encoded)
         self._rows.append(msgspec.Raw(encoded))
 
-    def frames(self, question: Inspect, *, wall: float, total: int, next_row: int | None) -> tuple[bytes]:
+    def frames(self, question: Inspect, *, wall: float, total: int, first: int, next_row: int | None) -> tuple[bytes]:
         answer = _Encoded(
-            number=question.number, what=question.what, wall=wall, total=total, next=next_row, rows=self._rows
+            number=question.number,
+            what=question.what,
+            wall=wall,
+            total=total,
+            first=first,
+            next=next_row,
+            rows=self._rows,
         )
         return (_encoder.encode(answer),)
 

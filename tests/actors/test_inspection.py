@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Awaitable, Callable
 
 import msgspec
 import pytest
@@ -20,11 +21,14 @@ from connector.observe.cli.tables import tables
 from connector.observe.diagnosis import diagnose
 from connector.observe.explanation import explain, find, live_of
 from connector.observe.live import Question, Survey, opened_surveyor
+from connector.ports.side_channel import ReplyAddress
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.protocol import LoadFailed, LocalPrefill, LocalPrefillsSeen
-from connector.runtime.inspector import QUESTIONS_OF_ONE_MAX, QUESTIONS_WAITING_MAX
+from connector.runtime.inspector import LISTS_KEPT, QUESTIONS_OF_ONE_MAX, QUESTIONS_WAITING_MAX
 from connector.wire.inspection import (
+    ROWS_MAX,
     WHATS,
+    AnyRow,
     EngineFacts,
     EngineRow,
     HoldRow,
@@ -36,6 +40,8 @@ from connector.wire.inspection import (
     ReadRow,
     RecordRow,
     RequestRow,
+    What,
+    decode_inspected,
 )
 from statemachine.failures import DeviceMemoryExhausted
 from tests.actors.engines import HOST, Engine, WarpedClock, engine, lend_by_all, parallel_engine, until
@@ -370,6 +376,105 @@ def test_only_what_matches_is_shown_and_pages_are_followed() -> None:
             few = await asked(p, questions=(Question(what="records", match="lent-599", rows_max=1),))
             (row,) = few.engines[0].of(RecordRow)
             assert (row.record.subject, row.record.to_state) == ("lent-599", "held")
+
+    run(test)
+
+
+async def pages(p: Engine, what: What, between: Callable[[], Awaitable[None]]) -> list[AnyRow]:
+    """All that P tells of one kind, to a tool that lets something happen between two answers."""
+    inspector, rows = p.supervisor._inspector, list[AnyRow]()
+    first: int | None = 0
+    while first is not None:
+        (frame,) = await inspector._answer(Inspect(number=1, what=what, first=first), b"tool")
+        answer = decode_inspected([frame])
+        assert answer.first == first
+        rows += answer.rows
+        first = answer.next
+        await between()
+    assert not inspector._lists
+    return rows
+
+
+def test_what_lives_all_the_while_is_told_whatever_ends_between_two_answers() -> None:
+    async def test() -> None:
+        async with engine("p", serves=True) as p:
+            ended = 0
+
+            async def end_the_oldest() -> None:
+                nonlocal ended
+                for number in range(ended, ended + 20):
+                    p.hear("d", b"lent-%d:1" % number)
+                ended += 20
+                await until(lambda: p.sent(f"lent-{ended - 1}"))
+
+            for number in range(1000):
+                p.lend(f"lent-{number}")
+            await until(lambda: len(p.supervisor._lease_keeper.leases()) == 1000 or None)
+            told = [row.request_id for row in await pages(p, "leases", end_the_oldest) if isinstance(row, LeaseRow)]
+            assert len(told) == len(set(told))
+            assert {f"lent-{number}" for number in range(ended, 1000)} <= set(told)
+
+    run(test)
+
+
+def test_no_step_is_told_twice_whatever_is_recorded_between_two_answers() -> None:
+    async def test() -> None:
+        async with engine("p", serves=True) as p:
+            lent = 0
+
+            async def lend_more() -> None:
+                nonlocal lent
+                for number in range(lent, lent + 200):
+                    p.lend(f"lent-{number}")
+                lent += 200
+                await until(lambda: len(p.supervisor._lease_keeper.leases()) == lent or None)
+
+            await lend_more()
+            identities = [row.identity for row in await pages(p, "records", lend_more)]
+            assert len(identities) > ROWS_MAX
+            assert len(identities) == len(set(identities))
+
+    run(test)
+
+
+def test_who_goes_on_in_a_list_that_is_not_kept_is_told_all_of_another_one() -> None:
+    async def test() -> None:
+        async with engine("p", serves=True) as p:
+            for number in range(600):
+                p.lend(f"lent-{number}")
+            inspector, asked_at = p.supervisor._inspector, list[int]()
+            inspect = inspector.ask
+
+            def forget_one(question: Inspect, reply_to: ReplyAddress) -> None:
+                asked_at.append(question.first)
+                if len(asked_at) == 3:
+                    inspector._lists.clear()
+                inspect(question, reply_to)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(inspector, "ask", forget_one)
+                found = await asked(p, questions=(Question(what="leases"),))
+            told = [row.request_id for row in found.engines[0].of(LeaseRow)]
+            assert told == [f"lent-{number}" for number in range(600)]
+            assert asked_at == [0, 256, 512, 256, 512]
+
+    run(test)
+
+
+def test_lists_are_kept_for_a_while_and_only_so_many() -> None:
+    async def test() -> None:
+        async with engine("p", serves=True) as p:
+            for number in range(600):
+                p.lend(f"lent-{number}")
+            await until(lambda: len(p.supervisor._lease_keeper.leases()) == 600 or None)
+            inspector = p.supervisor._inspector
+            for number in range(LISTS_KEPT + 5):
+                await inspector._answer(Inspect(number=1, what="leases"), b"tool %d" % number)
+            assert [tool for tool, _, _ in inspector._lists] == [b"tool %d" % n for n in range(5, LISTS_KEPT + 5)]
+            # The next question of anybody wakes the inspector, which then looks at what it keeps by itself.
+            await asked(p, questions=(Question(what="engine"),))
+            assert inspector._lists
+            await until(lambda: not inspector._lists or None, seconds=60)
 
     run(test)
 

@@ -116,7 +116,7 @@ async def ask(inspector: Inspector, what: Any) -> tuple[float, float, int, float
     began, position, first_seconds, first_rows = time.perf_counter(), 0, 0.0, 0
     next_row: int | None = 0
     while next_row is not None:
-        frames = await inspector._answer(Inspect(number=position, what=what, first=next_row))
+        frames = await inspector._answer(Inspect(number=position, what=what, first=next_row), b"tool")
         answer = decode_inspected(frames)
         if not position:
             first_seconds, first_rows = time.perf_counter() - began, len(answer.rows)

@@ -168,7 +168,7 @@ def _lend(data: bytes) -> object:
 def _inspected() -> bytes:
     builder = inspection.AnswerBuilder(10)
     builder.add(_ROW)
-    return builder.frames(_INSPECT, wall=1.5, total=9, next_row=None)[0]
+    return builder.frames(_INSPECT, wall=1.5, total=9, first=3, next_row=None)[0]
 
 
 # --- administration ---------------------------------------------------------------------------------------------------

@@ -108,7 +108,7 @@ class Worker:
         row = LocalPrefillRow(request_id="r", has_params=False, prompt_tokens=1, age_seconds=1.0)
         answer = AnswerBuilder(1)
         answer.add(row)
-        return answer.frames(self._asked, wall=0.0, total=9, next_row=self._asked.first + 1)
+        return answer.frames(self._asked, wall=0.0, total=9, first=self._asked.first, next_row=self._asked.first + 1)
 
 
 @pytest.mark.parametrize(("rows", "word"), [(0, "the process hangs"), (3, "has told 3 row(s), and not all")])

@@ -65,7 +65,8 @@ def answer(rows: list[Any], **changes: Any) -> Inspected:
     builder = AnswerBuilder(ROWS_MAX)
     for row in rows:
         builder.add(row)
-    return decode_inspected(builder.frames(QUESTION, **{"wall": 1.5, "total": 9, "next_row": None} | changes))
+    said = {"wall": 1.5, "total": 9, "first": 256, "next_row": None}
+    return decode_inspected(builder.frames(QUESTION, **said | changes))
 
 
 @pytest.mark.parametrize("what", WHATS)
@@ -84,7 +85,9 @@ def test_an_answer_arrives_with_its_rows() -> None:
         from_state=None, event="Created", to_state="pending_handshake",
     )  # fmt: skip
     rows = [local_prefill(1), widest_lease(), RecordRow(record=record, age_seconds=0.25)]
-    assert answer(rows, next_row=7) == Inspected(number=3, what="requests", wall=1.5, total=9, next=7, rows=tuple(rows))
+    assert answer(rows, next_row=300) == Inspected(
+        number=3, what="requests", wall=1.5, total=9, first=256, next=300, rows=tuple(rows)
+    )
 
 
 def test_an_answer_is_full_by_rows_or_by_bytes() -> None:
@@ -97,7 +100,7 @@ def test_an_answer_is_full_by_rows_or_by_bytes() -> None:
     while not wide.is_full:
         wide.add(widest_lease())
         rows += 1
-    (frame,) = wide.frames(QUESTION, wall=0.0, total=1, next_row=None)
+    (frame,) = wide.frames(QUESTION, wall=0.0, total=1, first=0, next_row=None)
     assert rows < ROWS_MAX
     assert ROWS_BYTES_MAX < len(frame) < ANSWER_BYTES_MAX
     assert len(decode_inspected([frame]).rows) == rows
@@ -125,9 +128,15 @@ def test_a_question_out_of_bounds_is_refused(wrong: dict[str, Any]) -> None:
         decode_request([msgspec.msgpack.encode(question)])
 
 
+def answer_of(rows: list[Any]) -> dict[str, Any]:
+    """As it is encoded."""
+    said = {"type": "inspected", "number": 1, "what": "leases", "wall": 0.0, "total": 1, "first": 0, "next": None}
+    return said | {"rows": rows}
+
+
 def test_an_answer_of_too_many_rows_or_bytes_is_refused() -> None:
     rows = [local_prefill(number) for number in range(ROWS_MAX + 1)]
-    too_many = {"type": "inspected", "number": 1, "what": "leases", "wall": 0.0, "total": 1, "next": None, "rows": rows}
+    too_many = answer_of(rows)
     with pytest.raises(DecodeFailed):
         decode_inspected([msgspec.msgpack.encode(too_many)])
     with pytest.raises(DecodeFailed):
@@ -138,7 +147,7 @@ def test_an_answer_of_too_many_rows_or_bytes_is_refused() -> None:
 
 def test_a_field_that_a_tool_does_not_know_is_ignored() -> None:
     row = msgspec.to_builtins(local_prefill(1)) | {"added_later": [1, 2]}
-    message = {"type": "inspected", "number": 1, "what": "leases", "wall": 0.0, "total": 1, "next": None, "rows": [row]}
+    message = answer_of([row])
     assert decode_inspected([msgspec.msgpack.encode(message)]).rows == (local_prefill(1),)
 
 
@@ -164,7 +173,7 @@ def test_counts_that_a_tool_does_not_know_are_ignored_and_what_is_not_counted_is
     assert answer([engine_row(counts)]).rows == (engine_row(counts),)
     row = msgspec.to_builtins(engine_row(counts))
     row["counts"] = {"leases": 3, "lent_blocks": 12, "nixl_lag_seconds": 40, "added_later": 1}
-    message = {"type": "inspected", "number": 1, "what": "engine", "wall": 0.0, "total": 1, "next": None, "rows": [row]}
+    message = answer_of([row])
     assert decode_inspected([msgspec.msgpack.encode(message)]).rows == (engine_row(counts),)
 
 
@@ -192,7 +201,7 @@ def test_flipped_bytes(data: st.DataObject) -> None:
     builder = AnswerBuilder(ROWS_MAX)
     for row in (local_prefill(1), local_prefill(2)):
         builder.add(row)
-    frame = bytearray(builder.frames(QUESTION, wall=1.0, total=2, next_row=2)[0])
+    frame = bytearray(builder.frames(QUESTION, wall=1.0, total=2, first=0, next_row=2)[0])
     frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
     try:
         found = decode_inspected([bytes(frame)])

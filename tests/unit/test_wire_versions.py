@@ -114,7 +114,7 @@ def _inspected(meant: inspection.Inspected) -> bytes:
     for row in meant.rows:
         builder.add(row)
     asked = inspection.Inspect(number=meant.number, what=meant.what)
-    return builder.frames(asked, wall=meant.wall, total=meant.total, next_row=meant.next)[0]
+    return builder.frames(asked, wall=meant.wall, total=meant.total, first=meant.first, next_row=meant.next)[0]
 
 
 ACTOR = msgspec.structs.replace(
@@ -176,6 +176,7 @@ MESSAGES = {
             what="records",
             wall=1.5,
             total=9,
+            first=4,
             next=None,
             rows=(inspection.RecordRow(record=RECORD, age_seconds=2.5),),
         ),

@@ -395,4 +395,19 @@ MUTANTS = (
         changes=(Edit(Inspector.ask, " and of_this_one < QUESTIONS_OF_ONE_MAX", ""),),
         place=ByTest("tests/actors/test_inspection.py::test_one_tool_leaves_room_for_another"),
     ),
+    Mutant(
+        name="a list is made again for each answer",
+        broken="what lives is not told when older ones end between two answers to a tool",
+        changes=(
+            Edit(Inspector._answer, "if question.first and kept is not None:", "if False:"),
+            Edit(
+                Inspector._answer,
+                "first, source = 0, await self._source(question)",
+                "first, source = question.first, await self._source(question)",
+            ),
+        ),
+        place=ByTest(
+            "tests/actors/test_inspection.py::test_what_lives_all_the_while_is_told_whatever_ends_between_two_answers"
+        ),
+    ),
 )
