@@ -238,9 +238,25 @@ def test_one_that_was_refused_because_its_peer_backs_off_says_why_it_does() -> N
     )
     refused = ended_with(failures.PeerBackoff(peer="P", retry_in_seconds=3.0, last="ConnectionRefused"))
     answer = the_answer([*peer, *refused])
-    assert answer.cause.startswith("PeerBackoff: ConnectionRefused: nothing listens at 10.0.0.1:5600")
-    live = said_by(peer_row("backoff", failure="HandshakeTimeout", detail="did not answer; check"))
-    assert the_answer(refused, live).cause.startswith("PeerBackoff: HandshakeTimeout: did not answer")
+    assert answer.cause == (
+        "PeerBackoff: ConnectionRefused: nothing listens at 10.0.0.1:5600; P was not tried again yet"
+    )
+
+
+def test_why_its_peer_backed_off_is_not_what_is_wrong_with_the_peer_now() -> None:
+    """A request may have ended long before it is asked for."""
+    refused = ended_with(failures.PeerBackoff(peer="P", retry_in_seconds=3.0, last="HandshakeTimeout"))
+
+    def cause(state: str, failure: str | None) -> str:
+        return the_answer(refused, said_by(peer_row(state, failure=failure, detail="did not answer; check"))).cause
+
+    because = "PeerBackoff: HandshakeTimeout: did not answer; P"
+    assert cause("backoff", "HandshakeTimeout") == f"{because} is not tried again yet"
+    assert cause("handshaking", "HandshakeTimeout") == f"{because} was not tried again yet"
+    for state, failure in (("incompatible", "Incompatible"), ("backoff", "ConnectionRefused"), ("ready", None)):
+        told = cause(state, failure)
+        assert "failed recently (HandshakeTimeout)" in told
+        assert "did not answer" not in told
 
 
 def test_a_queued_one_whose_blocks_are_quarantined_says_so() -> None:

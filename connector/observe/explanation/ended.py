@@ -99,9 +99,12 @@ def _one_sided(case: Case) -> list[str]:
 def _cause_of_end(case: Case, ended: History, peer: PeerRow | None, live: Live) -> str:
     kind, clause = ended.reason or ended.state, first_clause(ended.detail)
     if kind == "PeerBackoff":
-        root = _root_of_backoff(case, ended, peer)
+        # What P's connection is now may have begun long after this request ended.
+        same = peer if peer is not None and f"({peer.failure})" in (ended.detail or "") else None
+        root = _root_of_backoff(case, ended, same)
         if root is not None:
-            return f"{kind}: {root}; P is not tried again yet"
+            is_or_was = "is" if same is not None and same.state == "backoff" else "was"
+            return f"{kind}: {root}; P {is_or_was} not tried again yet"
     if kind == "DeadlineExceeded":
         phase = next((visit.state for visit in reversed(ended.visits) if visit.state not in _ENDS), "")
         waited = {"reading": "READs", "draining": "READs", "proving": "an answer"}.get(phase, "the connection")
@@ -133,7 +136,7 @@ def _was_connected(case: Case, ended: History) -> bool:
 
 
 def _root_of_backoff(case: Case, ended: History, peer: PeerRow | None) -> str | None:
-    """The failure that the back-off began with."""
+    """The failure that the back-off began with. `peer`: P's connection, if that is what it failed by last."""
     ended_ns = ended.records[-1].mono_ns
     for history in case.peers:
         if history.rank != ended.rank:
@@ -141,7 +144,7 @@ def _root_of_backoff(case: Case, ended: History, peer: PeerRow | None) -> str | 
         before = [each for each in history.records if each.mono_ns <= ended_ns and each.reason]
         if before:
             return f"{before[-1].reason}: {first_clause(before[-1].detail)}"
-    if peer is not None and peer.failure:
+    if peer is not None:
         return f"{peer.failure}: {first_clause(peer.detail)}"
     return None
 
