@@ -61,6 +61,7 @@ QUESTION_UNITS, REFUSED_QUESTION_UNITS, ROW_UNITS, LOOKED_AT_PER_UNIT = 32, 8, 3
 """What a question costs who asks it; see `Listener.charge`."""
 ROWS_PER_SLICE = 16
 LOOKED_AT_PER_SLICE = 1024
+CLAIMS_PER_SLICE = 256
 LOCAL_PREFILLS_KEPT = 1024
 FAILED_LOADS_KEPT = 1024
 LISTS_KEPT = 16
@@ -252,10 +253,16 @@ class Inspector:
         leases: list[LeaseName] = []
         ranks: list[int] = []
         for actor in list(self._peers.values()):
-            for rank in range(max(1, actor.core.view().ranks)):
-                leases += actor.core.claimed()
+            claimed = actor.core.claimed()
+            self._looked_at += len(claimed)
+            for first in range(0, len(claimed), CLAIMS_PER_SLICE):
+                for name in claimed[first : first + CLAIMS_PER_SLICE]:
+                    # A claim has its holds also while no rank of P is connected.
+                    claim = actor.core.view_claim(name)
+                    holds = max(1, len(claim.holds)) if claim is not None else 0
+                    leases += [name] * holds
+                    ranks += range(holds)
                 actors += [actor] * (len(leases) - len(actors))
-                ranks += [rank] * (len(leases) - len(ranks))
                 await trio.lowlevel.checkpoint()
         return _Source(
             range(len(leases)),
