@@ -222,6 +222,12 @@ def samples_of(name: str, bound: str, labels: str = "") -> list[dict[str, str]]:
     return [on_d(f"{name}_bucket", growing(60), f'{with_labels}le="{each}"') for each in (bound, "+Inf")]
 
 
+WITHOUT_WORK = [
+    on_d("nixl_actor_requests", "3x15 0x15", 'state="reading"'),
+    on_d("nixl_actor_requests", flat(0), 'state="queued"'),
+    on_d("nixl_actor_leases", flat(0), 'state="held"'),
+]
+"""The last request has ended, and no step has been made since."""
 LOADED = on_d("nixl_actor_completed_receives_total", growing(100))
 
 
@@ -316,12 +322,28 @@ CASES: dict[str, tuple[list[list[dict[str, str]]], list[list[dict[str, str]]]]] 
     ),
     "NixlActorDown": ([[on_d("nixl_actor_up", "1x5 0x25")]], [[on_d("nixl_actor_up", flat(1))]]),
     "NixlActorLoopStuck": (
-        [[on_d("nixl_actor_loop_lag_seconds", f"0x20 0+60x{MINUTES - 20}")]],
-        [[on_d("nixl_actor_loop_lag_seconds", flat(0.25))], [on_d("nixl_actor_loop_lag_seconds", "0x15 60 0x14")]],
+        [
+            [on_d("nixl_actor_loop_lag_seconds", f"0x20 0+60x{MINUTES - 20}")],
+            # It makes no step any more, and has work.
+            [on_p("nixl_actor_loop_lag_seconds", flat(6)), on_p("nixl_actor_leases", flat(3), 'state="held"')],
+        ],
+        [
+            [on_d("nixl_actor_loop_lag_seconds", flat(0.25))],
+            [on_d("nixl_actor_loop_lag_seconds", "0x15 60 0x14")],
+            [on_d("nixl_actor_loop_lag_seconds", "0x15 60x15"), *WITHOUT_WORK],
+        ],
     ),
     "NixlActorNixlHangs": (
-        [[on_d("nixl_actor_nixl_lag_seconds", "0x20 0+60x9")], [on_p("nixl_actor_nixl_lag_seconds", flat(12))]],
-        [[on_d("nixl_actor_nixl_lag_seconds", flat(3))], [on_d("nixl_actor_nixl_lag_seconds", "0x15 60 0x14")]],
+        [
+            [on_d("nixl_actor_nixl_lag_seconds", "0x20 0+60x9")],
+            [on_p("nixl_actor_nixl_lag_seconds", flat(12)), on_p("nixl_actor_leases", flat(3), 'state="held"')],
+            [on_d("nixl_actor_nixl_lag_seconds", flat(12)), on_d("nixl_actor_requests", flat(1), 'state="reading"')],
+        ],
+        [
+            [on_d("nixl_actor_nixl_lag_seconds", flat(3))],
+            [on_d("nixl_actor_nixl_lag_seconds", "0x15 60 0x14")],
+            [on_d("nixl_actor_nixl_lag_seconds", "0x15 60x15"), *WITHOUT_WORK],
+        ],
     ),
     "NixlActorCorruptKv": (
         [[on_d("nixl_actor_failed_receives_total", "0x25 1x5", 'reason="Corrupt"'), LOADED]],
