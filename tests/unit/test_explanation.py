@@ -27,6 +27,7 @@ from connector.wire.inspection import (
     LocalPrefillRow,
     PeerRow,
     QuarantineRow,
+    RecordRow,
     RequestRow,
 )
 from statemachine import failures, lease, lending, remote_engine, request
@@ -450,6 +451,31 @@ def test_one_that_took_too_long_says_what_did_not_come(last: str, word: str) -> 
     peer = records("peer", "D", "P", steps, at=-5.0, peer="P")
     late = failures.DeadlineExceeded(timeout_seconds=120.0, phase="pending_handshake")
     assert f": {word} from prefill engine P did not come in time" in the_answer([*peer, *ended_with(late)]).cause
+
+
+@pytest.mark.parametrize(
+    ("state", "since_seconds", "word"),
+    [
+        ("ready", 200.0, "the checksums of its blocks (verify)"),
+        ("handshaking", 200.0, "the connection"),
+        ("ready", 5.0, "the connection, or the checksums of its blocks (verify),"),
+        ("ready", None, "the connection, or the checksums of its blocks (verify),"),
+    ],
+)
+def test_one_that_took_too_long_is_told_by_running_engines_too(
+    state: str, since_seconds: float | None, word: str
+) -> None:
+    """They are asked for the records of a request, and none of a connection is of one."""
+    late = ended_with(failures.DeadlineExceeded(timeout_seconds=120.0, phase="pending_handshake"))
+    told = [Said("D", 0, RecordRow(record=each, age_seconds=20.0)) for each in late]
+    connection = peer_row(state, since_seconds=since_seconds)
+
+    def cause(**options: str) -> str:
+        return the_answer(late, said_by(engine_row("D", options=options), connection, *told)).cause
+
+    assert f": {word} from prefill engine P did not come in time" in cause(verify='"sampled"')
+    if since_seconds != 200.0:
+        assert ": the connection from prefill engine P did not come in time" in cause(verify='"off"')
 
 
 def test_a_rank_that_waits_is_told_with_its_own_connection() -> None:

@@ -25,7 +25,7 @@ from connector.observe.history import (
     History,
 )
 from connector.wire.identity import differing_factors
-from connector.wire.inspection import PeerRow
+from connector.wire.inspection import EngineFacts, PeerRow
 
 FACTORS_NAMED_MAX = 3
 """How many of the factors that make two engines incompatible are named in the first line."""
@@ -108,8 +108,8 @@ def _cause_of_end(case: Case, ended: History, peer: PeerRow | None, live: Live) 
     if kind == "DeadlineExceeded":
         phase = next((visit.state for visit in reversed(ended.visits) if visit.state not in _ENDS), "")
         waited = {"reading": "READs", "draining": "READs", "proving": "an answer"}.get(phase, "the connection")
-        if phase == "pending_handshake" and _was_connected(case, ended):
-            waited = "the checksums of its blocks (verify)"
+        if phase == "pending_handshake":
+            waited = _what_kept_it_pending(_was_connected(case, ended, peer, live), live.facts(ended.engine_id))
         return f"{kind}: {clause}: {waited} from prefill engine {ended.peer} did not come in time"
     if kind == "Quarantined":
         return f"{kind}: READs from prefill engine {ended.peer} did not end in time: {clause}"
@@ -119,11 +119,22 @@ def _cause_of_end(case: Case, ended: History, peer: PeerRow | None, live: Live) 
     return f"{kind}: {clause}"
 
 
+OFF = msgspec.json.encode("off").decode()
+"""An option, as engines show it (`EngineFacts.options`)."""
 _ENDS = frozenset({"failed", "expired", "done"})
 
 
-def _was_connected(case: Case, ended: History) -> bool:
-    """Whether the connection of its rank stood when it ended, as far as is recorded."""
+def _what_kept_it_pending(was_connected: bool | None, facts: EngineFacts | None) -> str:
+    """In words, of a request whose READs had not begun. `facts`: of D."""
+    connection, checksums = "the connection", "the checksums of its blocks (verify)"
+    if was_connected is None and facts is not None and facts.options.get("verify", OFF) != OFF:
+        return f"{connection}, or {checksums},"
+    return checksums if was_connected else connection
+
+
+def _was_connected(case: Case, ended: History, peer: PeerRow | None, live: Live) -> bool | None:
+    """Whether the connection of its rank stood when it ended; None: that is not known. Records of it are read from
+    traces; a running engine says for how long it is what it is now."""
     ended_ns = ended.records[-1].mono_ns
     before = [
         each
@@ -132,7 +143,14 @@ def _was_connected(case: Case, ended: History) -> bool:
         for each in history.records
         if each.mono_ns <= ended_ns
     ]
-    return bool(before) and max(before, key=lambda each: each.mono_ns).to_state == "ready"
+    if before:
+        return max(before, key=lambda each: each.mono_ns).to_state == "ready"
+    if peer is None or peer.since_seconds is None:
+        return None
+    age_seconds = live.age_of(ended.records[-1])
+    if age_seconds is None or peer.since_seconds < age_seconds:
+        return None
+    return peer.state == "ready"
 
 
 def _root_of_backoff(case: Case, ended: History, peer: PeerRow | None) -> str | None:

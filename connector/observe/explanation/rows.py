@@ -64,6 +64,15 @@ class Live:
         """The engines because of which blocks of this one are in quarantine now, in words; empty: there are none."""
         return ", ".join(sorted({each.row.peer for each in self.of(QuarantineRow) if each.engine_id == decode_id}))
 
+    def age_of(self, record: TransitionRecord) -> float | None:
+        """Seconds between a step and the answer in which a running engine has told it; None: none has."""
+        wanted = (record.engine_id, record.rank, record.mono_ns, record.subject, record.to_state)
+        for _, _, row in self.of(RecordRow):
+            told = row.record
+            if (told.engine_id, told.rank, told.mono_ns, told.subject, told.to_state) == wanted:
+                return row.age_seconds
+        return None
+
     def silence_of(self, engine_id: str | None, address: str | None) -> Silent | None:
         """Why nothing is known of this engine now."""
         return next(
