@@ -95,7 +95,9 @@ def worker() -> Inspector:
         ),
     )
     known: Any = SimpleNamespace(view=lambda _: MemberView("10.0.0.1:5600", 0, False))
-    leases: Any = SimpleNamespace(observer=of_leases, leases=keeper.leases, late_releases=0, notifications_dropped=0)
+    leases: Any = SimpleNamespace(
+        observer=of_leases, leases=keeper.leases, lease=keeper.lease, late_releases=0, notifications_dropped=0
+    )
     control: Any = None
     return Inspector(
         facts=EngineFacts(),
