@@ -5,6 +5,9 @@
     world     what the cores are connected by in production, reduced to what matters, and what must hold in it
     search    breadth first, with the shortest scenario of a violation; liveness over the whole graph
 
+The two cores of an engine's scheduler are searched apart, beside what vLLM does with its queue: `Loads` in `queue`, and
+`Granting` in `test_granting`.
+
 `python -m tests.explore` searches every product and says how large it was. `explore(product, cores=...)` searches one,
 with other cores if told so: whoever breaks a core on purpose learns from it whether the search notices.
 """

@@ -1,4 +1,5 @@
-"""`python -m tests.explore [--deviations N] [name ...]`: search the products, and say how large they were."""
+"""`python -m tests.explore [--deviations N] [name ...]`: search the products, and what an engine's scheduler does with
+its queue; say how large they were."""
 
 from __future__ import annotations
 
@@ -8,18 +9,19 @@ import sys
 import msgspec
 
 from tests.explore import PRODUCTS, Violation, explore
+from tests.explore.queue import SETTINGS, Broken, search
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.explore", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="name", help="of the products to search; all by default")
+    parser.add_argument("names", nargs="*", metavar="name", help="of what to search; all by default")
     parser.add_argument("--deviations", type=int, help="instead of each product's own number")
     parser.add_argument("--list", action="store_true", help="name the products")
     chosen = parser.parse_args(arguments)
     if chosen.list:
-        sys.stdout.writelines(f"{product.name}\n" for product in PRODUCTS)
+        sys.stdout.writelines(f"{each.name}\n" for each in (*PRODUCTS, *SETTINGS))
         return 0
-    unknown = set(chosen.names) - {product.name for product in PRODUCTS}
+    unknown = set(chosen.names) - {each.name for each in (*PRODUCTS, *SETTINGS)}
     if unknown:
         parser.error(f"no product is called {', '.join(sorted(unknown))}")
     for product in PRODUCTS:
@@ -35,6 +37,15 @@ def main(arguments: list[str]) -> int:
             sys.stdout.write(f"VIOLATION: {violation}\n")
             return 1
         sys.stdout.write(f"nothing wrong in {found}\n")
+    for setting in SETTINGS:
+        if chosen.names and setting.name not in chosen.names:
+            continue
+        try:
+            states, edges = search(setting)
+        except Broken as broken:
+            sys.stdout.write(f"vLLM's queue, {setting.name}: VIOLATION: {broken}\n")
+            return 1
+        sys.stdout.write(f"vLLM's queue, {setting.name}: nothing wrong in {states:,} states, {edges:,} edges\n")
     return 0
 
 

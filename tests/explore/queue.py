@@ -1,0 +1,425 @@
+"""The model checker for the core of an engine's scheduler, `Loads`: exhaustive search over what vLLM 0.32 does with a
+few requests and a small pool.
+
+What vLLM does is reduced to what the order of requests depends on (`Scheduler.schedule`). There is a queue of requests
+that hold blocks, or held some when they were queued, which is served first; and the queue of all others, in the order
+of arrival or by priority. Both are served from the head. A request that a connector has let pass, or that waits for its
+load, is left where it is, and the next one is looked at; the first one whose blocks are not free ends the step. A load
+is begun only with blocks that are free beside those that requests still need that load or have loaded, or whose load
+has failed. Whoever runs has all blocks that it needs.
+
+Everything else is a choice that the search makes both ways: a request comes, in any order; a step; a load ends, or
+fails, with or without its blocks in quarantine; a quarantine ends, or never does; a request ends, with or without its
+blocks being lent back; the client leaves.
+
+Checked in every step: of what a request may load exactly one thing becomes (it is read, or released unread); what is
+being read ends, or is aborted; in the end the core knows nothing any more. And liveness: from every world, if no load
+fails any more, no quarantine ends and nobody comes or leaves, each request is served that fits beside the quarantine.
+That all of this is what vLLM does is shown elsewhere, with its own scheduler (tests/unit/test_orders.py).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from typing import NamedTuple
+
+import msgspec
+
+from statemachine.load import AbortLoad, ReleaseUnread, StartLoad
+from statemachine.loads import (
+    Allocated,
+    Answer,
+    Asked,
+    Ended,
+    Heard,
+    LoadEffect,
+    LoadEnded,
+    Loads,
+    Room,
+    StepScheduled,
+)
+
+ABROAD, WAITING, LOADING, LOADED, FAILED, RUNNING, OVER = range(7)
+"""Where a request is. The third to the fifth hold blocks, or held them when they were queued."""
+
+
+class Kind(NamedTuple):
+    """What a request needs: blocks in all, and how many of them are loaded; 0: nothing is."""
+
+    blocks: int
+    loads: int = 0
+
+
+class Setting(msgspec.Struct, frozen=True, kw_only=True):
+    """What is searched.
+
+    Attributes:
+        requests: that may come.
+        pool: blocks.
+        by_priority: the first one comes first, whenever it comes; otherwise in the order of arrival.
+        quarantines: how many loads may leave their blocks in quarantine.
+        failures: how many loads may fail.
+        lends_back: whether the blocks of requests that have ended may be lent back.
+        aborts: whether clients may leave.
+    """
+
+    name: str
+    requests: tuple[Kind, ...]
+    pool: int
+    by_priority: bool = False
+    quarantines: int = 0
+    failures: int = 2
+    lends_back: bool = False
+    aborts: bool = False
+
+
+SETTINGS = (
+    Setting(name="three loads", requests=(Kind(3, 2),) * 3, pool=6, aborts=True),
+    Setting(name="a small pool", requests=(Kind(3, 2),) * 4, pool=4),
+    Setting(name="loads of unlike sizes", requests=(Kind(2, 1), Kind(4, 3), Kind(3, 2)), pool=5, aborts=True),
+    Setting(
+        name="loads of unlike sizes, by priority",
+        requests=(Kind(4, 3), Kind(2, 1), Kind(3, 2)),
+        pool=5,
+        by_priority=True,
+    ),
+    Setting(name="by priority", requests=(Kind(3, 3),) * 4, pool=6, by_priority=True),
+    Setting(name="beside prompts that are computed", requests=(Kind(3, 2), Kind(2), Kind(3, 3)), pool=4, aborts=True),
+    Setting(name="a quarantine", requests=(Kind(4, 3), Kind(2, 1), Kind(3)), pool=5, quarantines=1, aborts=True),
+    Setting(name="two quarantines", requests=(Kind(3, 2),) * 4, pool=8, quarantines=2),
+    Setting(
+        name="two quarantines, by priority",
+        requests=(Kind(4, 4), Kind(3, 2), Kind(2, 2)),
+        pool=7,
+        quarantines=2,
+        by_priority=True,
+    ),
+    Setting(name="answers that are lent back", requests=(Kind(4, 2), Kind(3), Kind(3)), pool=5, lends_back=True),
+    Setting(
+        name="answers that are lent back beside a quarantine",
+        requests=(Kind(4, 2), Kind(3), Kind(2, 2)),
+        pool=6,
+        quarantines=1,
+        lends_back=True,
+    ),
+)
+
+
+class World(NamedTuple):
+    """Everything but the core, which is kept beside it.
+
+    Attributes:
+        stages: of each request.
+        waiting, holding: vLLM's queues, of requests by number.
+        quarantined: blocks; lent_back: requests whose blocks are.
+        loading: those that are read, as far as the worker knows.
+        unread: those of which nothing has become yet.
+    """
+
+    stages: tuple[int, ...]
+    waiting: tuple[int, ...] = ()
+    holding: tuple[int, ...] = ()
+    quarantined: tuple[int, ...] = ()
+    lent_back: tuple[int, ...] = ()
+    failures: int = 0
+    loading: frozenset[int] = frozenset()
+    unread: frozenset[int] = frozenset()
+
+
+class Broken(Exception):
+    """Something is wrong. `scenario`: the shortest way there."""
+
+    def __init__(self, what: str, scenario: list[str]) -> None:
+        super().__init__(f"{what}, after {'; '.join(scenario)}")
+
+
+class Found(NamedTuple):
+    """How large a search was that found nothing wrong."""
+
+    states: int
+    edges: int
+
+
+class _Wrong(Exception):
+    pass
+
+
+class _Turn:
+    """One choice, being carried out."""
+
+    def __init__(self, setting: Setting, world: World, core: Loads) -> None:
+        self.setting = setting
+        self.core = core.copy()
+        self.stages = list(world.stages)
+        self.waiting, self.holding = list(world.waiting), list(world.holding)
+        self.quarantined, self.lent_back = list(world.quarantined), list(world.lent_back)
+        self.failures = world.failures
+        self.loading, self.unread = set(world.loading), set(world.unread)
+
+    def world(self) -> World:
+        return World(
+            tuple(self.stages),
+            tuple(self.waiting),
+            tuple(self.holding),
+            tuple(self.quarantined),
+            tuple(self.lent_back),
+            self.failures,
+            frozenset(self.loading),
+            frozenset(self.unread),
+        )
+
+    # --- blocks -----------------------------------------------------------------------------------------------------
+
+    def held(self, request: int) -> int:
+        kind = self.setting.requests[request]
+        return {LOADING: kind.loads, LOADED: kind.loads, RUNNING: kind.blocks}.get(self.stages[request], 0)
+
+    @property
+    def kept(self) -> int:
+        return sum(self.setting.requests[each].loads for each in self.quarantined) + sum(
+            self.setting.requests[each].blocks for each in self.lent_back
+        )
+
+    @property
+    def free(self) -> int:
+        return self.setting.pool - self.kept - sum(map(self.held, range(len(self.stages))))
+
+    @property
+    def reserved(self) -> int:
+        """What requests still need that are on the way to run: they load, have loaded, or their load has failed."""
+        begun = [each for each in range(len(self.stages)) if self._is_begun(each)]
+        return sum(self.setting.requests[each].blocks - self.held(each) for each in begun)
+
+    def _is_begun(self, request: int) -> bool:
+        if self.stages[request] in (LOADING, LOADED, FAILED):
+            return True
+        return (
+            self.stages[request] == WAITING and self.setting.requests[request].loads > 0 and request not in self.unread
+        )
+
+    def room(self, request: int) -> Room:
+        quarantined = sum(self.setting.requests[each].loads for each in self.quarantined)
+        needed = self.setting.requests[request].blocks
+        if not self.kept or needed + self.kept <= self.setting.pool:
+            return Room.ENOUGH
+        return Room.TAKEN_BY_LENT_BACK if needed + quarantined <= self.setting.pool else Room.LACKING
+
+    # --- the core ---------------------------------------------------------------------------------------------------
+
+    def tell(self, event: Heard | Allocated | LoadEnded | Ended | StepScheduled) -> None:
+        self._take(self.core.handle(event, 0))
+
+    def ask(self, request: int) -> Answer:
+        pays = request in self.unread
+        answer, effects = self.core.ask(Asked(request_id=str(request), room=self.room(request), pays=pays))
+        self._take(effects)
+        if answer is Answer.LOAD and not pays:
+            raise _Wrong(f"request {request} loads what it does not name, or once more")
+        return answer
+
+    def _take(self, effects: list[LoadEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case StartLoad(source=request):
+                    self._become(request)
+                    self.loading.add(request)
+                case ReleaseUnread(source=request):
+                    self._become(request)
+                case AbortLoad(request_id=request_id):
+                    self.loading.remove(int(request_id))
+                case _:
+                    pass  # for figures and people
+
+    def _become(self, request: int) -> None:
+        if request not in self.unread:
+            raise _Wrong(f"what request {request} names is read or released twice")
+        self.unread.remove(request)
+
+    # --- what happens -----------------------------------------------------------------------------------------------
+
+    def come(self, request: int) -> None:
+        self.stages[request] = WAITING
+        self.waiting.append(request)
+        if self.setting.by_priority:
+            self.waiting.sort()
+        if self.setting.requests[request].loads:
+            self.unread.add(request)
+            self.tell(Heard(request_id=str(request), source=request))
+
+    def end_load(self, request: int, *, fails: bool, quarantines: bool = False) -> None:
+        """vLLM hears of it; blocks of a load that has failed are freed when it is its turn."""
+        self.loading.remove(request)
+        self.stages[request] = FAILED if fails else LOADED
+        self.failures += fails
+        if quarantines:
+            self.quarantined.append(request)
+        self.tell(LoadEnded(request_id=str(request), has_failed=fails))
+
+    def end(self, request: int, *, is_lent_back: bool = False) -> None:
+        self.stages[request] = OVER
+        for queue in (self.waiting, self.holding):
+            if request in queue:
+                queue.remove(request)
+        if is_lent_back:
+            self.lent_back.append(request)
+        self.tell(Ended(request_id=str(request)))
+
+    def step(self) -> None:
+        """vLLM schedules one."""
+        passed: list[int] = []
+        passed_holding: list[int] = []
+        while queue := self.holding or self.waiting:
+            request = queue[0]
+            kind = self.setting.requests[request]
+            if self.stages[request] == LOADING:
+                passed_holding.append(queue.pop(0))
+                continue
+            loads = False
+            if self.stages[request] != LOADED:
+                self.stages[request] = WAITING
+                answer = self.ask(request)
+                if answer is Answer.LET_PASS:
+                    passed.append(queue.pop(0))
+                    continue
+                loads = answer is Answer.LOAD
+            needed = kind.loads if loads else kind.blocks - self.held(request)
+            if needed > self.free - (self.reserved if loads else 0):
+                break
+            if needed or not loads:
+                self.stages[request] = LOADING if loads else RUNNING
+                queue.pop(0)
+                self.tell(Allocated(request_id=str(request), loads=loads))
+                if loads:
+                    passed_holding.append(request)
+        self.holding[:0] = passed_holding
+        self.waiting[:0] = passed
+        if self.setting.by_priority:
+            self.waiting.sort()
+        if self.core.has_to_step:
+            self.tell(StepScheduled(is_kept=self.kept > 0))
+
+
+Choice = tuple[str, bool, Callable[[_Turn], None]]
+"""In words; whether it happens for sure sooner or later; how."""
+
+
+def _choices(setting: Setting, world: World) -> Iterator[Choice]:
+    yield "a step", True, _Turn.step
+    for request, stage in enumerate(world.stages):
+        name = f"request {request}"
+        if stage == ABROAD:
+            yield f"{name} comes", False, lambda turn, request=request: turn.come(request)
+            continue
+        if stage == LOADING:
+            yield f"{name} is loaded", True, lambda turn, request=request: turn.end_load(request, fails=False)
+            if world.failures < setting.failures:
+                yield (
+                    f"the load of {name} fails",
+                    False,
+                    lambda turn, request=request: turn.end_load(request, fails=True),
+                )
+                if len(world.quarantined) < setting.quarantines:
+                    yield (
+                        f"the load of {name} fails and may write on",
+                        False,
+                        lambda turn, request=request: turn.end_load(request, fails=True, quarantines=True),
+                    )
+        if stage == RUNNING:
+            yield f"{name} ends", True, lambda turn, request=request: turn.end(request)
+            if setting.lends_back:
+                yield (
+                    f"{name} ends and is lent back",
+                    False,
+                    lambda turn, request=request: turn.end(request, is_lent_back=True),
+                )
+        if setting.aborts and stage in (WAITING, LOADED, FAILED, RUNNING):
+            yield f"the client of {name} leaves", False, lambda turn, request=request: turn.end(request)
+        if setting.aborts and stage == LOADING:
+            yield f"the client of {name} leaves", False, _abort_loading(request)
+    for request in world.quarantined:
+        yield f"the READ of {request} ends", False, lambda turn, request=request: turn.quarantined.remove(request)
+    for request in world.lent_back:
+        yield f"the lease of {request} is over", True, lambda turn, request=request: turn.lent_back.remove(request)
+
+
+def _abort_loading(request: int) -> Callable[[_Turn], None]:
+    """vLLM keeps the blocks until the worker has ended, which is at once here."""
+
+    def abort(turn: _Turn) -> None:
+        turn.end(request)
+        if request in turn.loading:
+            raise _Wrong(f"the worker reads on for request {request}, which has ended")
+
+    return abort
+
+
+def _is_served(setting: Setting, world: World) -> bool:
+    """Whether nobody waits who could be served, and nothing is left."""
+    kept = sum(setting.requests[each].loads for each in world.quarantined)
+    waiting = [each for each, stage in enumerate(world.stages) if stage not in (ABROAD, OVER)]
+    return not world.lent_back and all(setting.requests[each].blocks + kept > setting.pool for each in waiting)
+
+
+def _require_nothing_left(world: World, core: Loads) -> None:
+    if all(stage in (ABROAD, OVER) for stage in world.stages):
+        if world.loading or world.unread:
+            raise _Wrong(f"nothing has become of what {sorted(world.loading | world.unread)} name")
+        left = core.copy()
+        left.handle(StepScheduled(is_kept=False), 0)
+        if left.freeze(0) != Loads().freeze(0):
+            raise _Wrong("the core knows of requests that are over")
+
+
+def search(setting: Setting, core: Callable[[], Loads] = Loads) -> Found:
+    """Everything within `setting`. Raises Broken with the shortest scenario."""
+    first, begun = World((ABROAD,) * len(setting.requests)), core()
+    index: dict[Hashable, int] = {(first, begun.freeze(0)): 0}
+    worlds: list[tuple[World, Loads]] = [(first, begun)]
+    parents: list[tuple[int, str]] = [(-1, "")]
+    sure_before: list[list[int]] = [[]]
+    frontier, edges = deque([0]), 0
+    while frontier:
+        here = frontier.popleft()
+        world, known = worlds[here]
+        for said, is_sure, execute in _choices(setting, world):
+            turn = _Turn(setting, world, known)
+            try:
+                execute(turn)
+                after = turn.world()
+                _require_nothing_left(after, turn.core)
+            except (_Wrong, KeyError) as wrong:
+                raise Broken(str(wrong), [*_scenario(parents, here), said]) from wrong
+            edges += 1
+            key = after, turn.core.freeze(0)
+            there = index.get(key)
+            if there is None:
+                there = index[key] = len(worlds)
+                worlds.append((after, turn.core))
+                parents.append((here, said))
+                sure_before.append([])
+                frontier.append(there)
+            if is_sure:
+                sure_before[there].append(here)
+    served = [number for number, (world, _) in enumerate(worlds) if _is_served(setting, world)]
+    reaches = bytearray(len(worlds))
+    for number in served:
+        reaches[number] = 1
+    back = list(served)
+    while back:
+        for before in sure_before[back.pop()]:
+            if not reaches[before]:
+                reaches[before] = 1
+                back.append(before)
+    stuck = reaches.find(0)
+    if stuck >= 0:
+        raise Broken("nobody is served any more", _scenario(parents, stuck))
+    return Found(len(worlds), edges)
+
+
+def _scenario(parents: list[tuple[int, str]], here: int) -> list[str]:
+    steps: list[str] = []
+    while here > 0:
+        here, said = parents[here]
+        steps.append(said)
+    return steps[::-1]

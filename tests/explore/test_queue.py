@@ -1,0 +1,111 @@
+"""The search over what an engine's scheduler asks finds nothing wrong with the production core, and finds what is wrong
+with broken ones, each of which has one rule replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+
+from statemachine import load
+from statemachine.load import State
+from statemachine.loads import Answer, Asked, Loads, Room
+from tests.explore.queue import SETTINGS, Broken, Setting, search
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+def test_nothing_is_wrong_with_the_production_core(setting: Setting) -> None:
+    assert search(setting).states > 200
+
+
+class Watched(Loads):
+    """Notes what its machine goes through."""
+
+    taken: ClassVar[set[tuple[State, str]]] = set()
+
+    def _put(self, before: Any, event: Any, after: Any) -> None:
+        if before is not None:
+            self.taken.add((before.state, type(event).__name__))
+        super()._put(before, event, after)
+
+    def copy(self) -> Watched:
+        return _like(self, Watched())
+
+
+def search_all(core: Callable[[], Loads]) -> None:
+    for setting in SETTINGS:
+        search(setting, core)
+
+
+def test_every_transition_is_taken() -> None:
+    search_all(Watched)
+    every = {(state, event.__name__) for state, event in load.MACHINE.table}
+    assert every - Watched.taken == NOT_TAKEN
+
+
+NOT_TAKEN = {
+    # Where all that was loaded is computed again, vLLM asks first.
+    (State.FAILED, "Allocated"),
+}
+
+
+def _like(core: Loads, other: Any) -> Any:
+    copied = Loads.copy(core)
+    for name, value in vars(copied).items():
+        setattr(other, name, value)
+    return other
+
+
+def broken(**methods: Callable[..., Any]) -> type[Loads]:
+    """The core with these methods instead of its own."""
+    made = type("BrokenLoads", (Loads,), methods)
+
+    def copy(self: Loads) -> Any:
+        return _like(self, made())
+
+    made.copy = copy  # type: ignore[method-assign]
+    return made
+
+
+def _has_enough(core: Loads, asked: Asked) -> Answer:
+    return Loads._answer(core, Asked(request_id=asked.request_id, room=Room.ENOUGH, pays=asked.pays))
+
+
+def _is_never_behind(core: Loads, asked: Asked) -> Answer:
+    if core._loads.get(asked.request_id) and core._loads[asked.request_id].state is State.FAILED:
+        core._step(asked.request_id, load.Asked())
+    return Loads._answer(core, asked)
+
+
+def _lets_nobody_pass(core: Loads, is_kept: bool) -> None:
+    Loads._begin_step(core, is_kept)
+    core._lets_pass = False
+
+
+def _goes_on_letting_pass(core: Loads, is_kept: bool) -> None:
+    lets_pass = core._lets_pass
+    Loads._begin_step(core, is_kept)
+    core._lets_pass = core._lets_pass or lets_pass
+
+
+def _loads_again(core: Loads, asked: Asked) -> Answer:
+    answer = Loads._answer(core, asked)
+    return Answer.LOAD if answer is Answer.COMPUTE and asked.request_id == "0" else answer
+
+
+BROKEN = {
+    "a failed load stands before those that have their blocks": broken(_answer=_is_never_behind),
+    "what is kept from the pool is not looked at": broken(_answer=_has_enough),
+    "a load lets nobody pass": broken(_begin_step=_lets_nobody_pass),
+    "a load lets everybody pass for good": broken(_begin_step=_goes_on_letting_pass),
+    "loads begin beside one that lacks room": broken(_are_held_up=property(lambda core: False)),
+    "who has ended is not forgotten": broken(_leave_queue=lambda core, request_id: None),
+    "what is read is read once more": broken(_answer=_loads_again),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_broken_is_found(name: str) -> None:
+    with pytest.raises(Broken, match=", after request"):
+        search_all(BROKEN[name])
