@@ -4,7 +4,8 @@
     held        the prefill has finished: the blocks are kept for readers until `deadline_ns`
     done        every engine that held the lease has released it on all its ranks: the blocks are freed
     expired     nobody renewed it in time: the blocks are freed
-    released    it ended without being lent (aborted, failed, nothing computed), or the engine has freed it by itself
+    withdrawn   it ended without being lent (aborted, failed, nothing computed)
+    superseded  the engine computes another request under the same id, and has freed the blocks by itself
 
 Readers. A decode engine says that it wants the blocks by holding the lease, rank by rank, and that it is done by
 releasing it. `holders` has one entry for each engine: how many of its ranks are our partners, and which of them have
@@ -51,7 +52,8 @@ class State(MachineState):
     HELD = "held"
     DONE = "done"
     EXPIRED = "expired"
-    RELEASED = "released"
+    WITHDRAWN = "withdrawn"
+    SUPERSEDED = "superseded"
 
 
 HEARTBEATS_PER_LEASE = 6
@@ -184,7 +186,8 @@ class Withdrawn(Event, frozen=True, kw_only=True):
 
 
 class Superseded(Event, frozen=True, kw_only=True):
-    """The engine computes another request under the same id, so it has freed this one's blocks by itself."""
+    """The engine computes another request under the same id, so it has freed this one's blocks by itself. That breaks
+    what readers were told. vLLM refuses an id whose blocks it keeps."""
 
 
 class StartLeaseTimer(Effect, frozen=True, kw_only=True):
@@ -194,7 +197,8 @@ class StartLeaseTimer(Effect, frozen=True, kw_only=True):
 
 
 class FreeBlocks(Effect, frozen=True, kw_only=True):
-    """Tell the engine that the blocks may be freed. Exactly once for each lease that was granted."""
+    """Tell the engine that the blocks may be freed. Exactly once for each lease that was granted, unless it was
+    superseded: the engine knows requests by their ids, and would free the blocks of the other one."""
 
     expired: bool
 
@@ -270,8 +274,12 @@ def _expire(lease: Lease, event: DeadlinePassed) -> tuple[Lease, Effects]:
     return msgspec.structs.replace(lease, state=State.EXPIRED), (FreeBlocks(expired=True),)
 
 
-def _end_unlent(lease: Lease, event: Withdrawn | Superseded) -> tuple[Lease, Effects]:
-    return msgspec.structs.replace(lease, state=State.RELEASED), NO_EFFECTS
+def _withdraw(lease: Lease, event: Withdrawn) -> tuple[Lease, Effects]:
+    return msgspec.structs.replace(lease, state=State.WITHDRAWN), NO_EFFECTS
+
+
+def _supersede(lease: Lease, event: Superseded) -> tuple[Lease, Effects]:
+    return msgspec.structs.replace(lease, state=State.SUPERSEDED), NO_EFFECTS
 
 
 _COMPUTING, _HELD = State.COMPUTING, State.HELD
@@ -280,19 +288,19 @@ MACHINE: Machine[Lease, Effects] = Machine(
     name="lease",
     states=State,
     initial=_COMPUTING,
-    terminal=frozenset({State.DONE, State.EXPIRED, State.RELEASED}),
+    terminal=frozenset({State.DONE, State.EXPIRED, State.WITHDRAWN, State.SUPERSEDED}),
     events=(Granted, Held, Renewed, ReaderDone, DeadlinePassed, Withdrawn, Superseded),
     table={
         (_COMPUTING, Granted): to(_grant, _HELD, State.DONE),
         (_COMPUTING, Held): to(_hold, _COMPUTING),
         (_COMPUTING, ReaderDone): to(_remember_reader, _COMPUTING),
-        (_COMPUTING, Withdrawn): to(_end_unlent, State.RELEASED),
-        (_COMPUTING, Superseded): to(_end_unlent, State.RELEASED),
+        (_COMPUTING, Withdrawn): to(_withdraw, State.WITHDRAWN),
+        (_COMPUTING, Superseded): to(_supersede, State.SUPERSEDED),
         (_HELD, Held): to(_hold, _HELD),
         (_HELD, Renewed): to(_renew, _HELD),
         (_HELD, ReaderDone): to(_finish_reader, _HELD, State.DONE),
         (_HELD, DeadlinePassed): to(_expire, _HELD, State.EXPIRED),
-        (_HELD, Superseded): to(_end_unlent, State.RELEASED),
+        (_HELD, Superseded): to(_supersede, State.SUPERSEDED),
     },
     ignored={
         **pairs((_COMPUTING,), (Renewed,), "the grant starts a fresh lease in any case"),

@@ -52,6 +52,7 @@ LATE_READERS_MAX = 64
 """Ranks that are remembered to have released a lease that has expired; further ones count with each repetition."""
 
 RELEASED, EXPIRED, WITHDRAWN = "released by its readers", "expired", "withdrawn"
+SUPERSEDED = "superseded: this engine has used its request id again"
 UNKNOWN = "not lent here: released long ago, or this engine has restarted since"
 CROWDED = "held by too many decode engines already"
 LEFT = "this engine leaves, and its grace period is over"
@@ -60,7 +61,8 @@ AMBIGUOUS = "named without its lease_number, and its request id was used twice"
 _WHY = {
     machine.State.DONE: RELEASED,
     machine.State.EXPIRED: EXPIRED,
-    machine.State.RELEASED: WITHDRAWN,
+    machine.State.WITHDRAWN: WITHDRAWN,
+    machine.State.SUPERSEDED: SUPERSEDED,
 }
 
 ReplyAddress: TypeAlias = Hashable
@@ -203,10 +205,18 @@ class TellLeaving(Effect, frozen=True, kw_only=True):
 
 
 class FreeBlocks(Effect, frozen=True, kw_only=True):
-    """Tell the engine that it may free the blocks of this lease. Exactly once for each that was granted."""
+    """Tell the engine that it may free the blocks of this lease. Exactly once for each that was granted and was not
+    superseded."""
 
     lease: LeaseName
     expired: bool
+
+
+class ForgetLease(Effect, frozen=True, kw_only=True):
+    """This lease is over, whatever ended it: what the executor keeps of it is of no more use. Exactly once for each,
+    and after its FreeBlocks."""
+
+    lease: LeaseName
 
 
 class WatchNotifications(Effect, frozen=True, kw_only=True):
@@ -483,6 +493,7 @@ class Lending:
     def _forget(self, name: LeaseName, why: str) -> None:
         del self._leases[name]
         self._timers.cancel(name)
+        self._outcome.effects.append(ForgetLease(lease=name))
         self._ended[name] = why
         if len(self._ended) > ENDED_MAX:
             oldest, _ = self._ended.popitem(last=False)

@@ -41,6 +41,7 @@ WHY_GONE = {
     lending.RELEASED: "released",
     lending.EXPIRED: "expired",
     lending.WITHDRAWN: "withdrawn",
+    lending.SUPERSEDED: "superseded",
     lending.UNKNOWN: "unknown",
     lending.CROWDED: "crowded",
     lending.AMBIGUOUS: "ambiguous",
@@ -483,9 +484,9 @@ PREFILLS_NOT_LENT = Metric(
 STRAY_RELEASES = Metric(
     name=f"{PREFIX}stray_releases",
     kind="counter",
-    documentation="Releases by consumers of what this engine does not know, has withdrawn, or cannot tell apart (an id "
-    "of two leases, without a number): it has restarted since, or somebody talks to the wrong engine. Each repetition "
-    "counts. A further release of a lease that its readers have released does not.",
+    documentation="Releases by consumers of what this engine does not know, has withdrawn or superseded, or cannot "
+    "tell apart (an id of two leases, without a number): it has restarted since, or somebody talks to the wrong "
+    "engine. Each repetition counts. A further release of a lease that its readers have released does not.",
     side="P",
 )
 TRACE_RECORDS_MISSING = Metric(

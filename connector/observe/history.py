@@ -40,7 +40,8 @@ _OUTCOME_OF_END = {
     (hold.MACHINE.name, hold.State.GONE.value): EXPIRED,
     (lease.MACHINE.name, lease.State.DONE.value): DONE,
     (lease.MACHINE.name, lease.State.EXPIRED.value): EXPIRED,
-    (lease.MACHINE.name, lease.State.RELEASED.value): WITHDRAWN,
+    (lease.MACHINE.name, lease.State.WITHDRAWN.value): WITHDRAWN,
+    (lease.MACHINE.name, lease.State.SUPERSEDED.value): EXPIRED,
 }
 
 K = TypeVar("K")

@@ -294,9 +294,10 @@ class LeaseKeeper:
             case lending.AnswerLeave(reply_to=reply_to, leases=open_leases):
                 self._answer(reply_to, LeaveTaken(leases=open_leases))
             case lending.FreeBlocks(lease=lease, expired=expired):
-                self._sums.pop(lease, None)
                 self._catch_up()
                 self._emit(SendEnded(request_id=lease.request_id, expired=expired))
+            case lending.ForgetLease(lease=lease):
+                self._sums.pop(lease, None)
             case lending.WatchNotifications(is_expected=is_expected):
                 self._watch_notifications(is_expected)
             case lending.NoteLateRelease(sender=sender, request_id=request_id, was_expired=was_expired):

@@ -123,7 +123,7 @@ def test_while_p_is_computing(cluster: OnePrefillTwoDecode) -> None:
     ends: list[tuple[str, ...]] = []
     while len(ends) < ATTEMPTS and (not ends or ends[-1] == ("computing", "held", "expired")):
         ends.append(end_of_a_lease_without_its_client(cluster, f"abort-computing-{len(ends)}"))
-    assert ends[-1] == ("computing", "released"), ends
+    assert ends[-1] == ("computing", "withdrawn"), ends
     assert_serves(cluster.fail, cluster, "abort-computing-next")
 
 

@@ -275,7 +275,7 @@ def test_a_lease_whose_prompt_is_being_computed(cluster: OnePrefillTwoDecode) ->
     ends = [end_of_a_lease_without_its_client(cluster, "metrics-computing")]
     while ends[-1] == ("computing", "held", "expired") and len(ends) < 4:
         ends.append(end_of_a_lease_without_its_client(cluster, f"metrics-computing-{len(ends)}"))
-    assert ends[-1] == ("computing", "released"), ends
+    assert ends[-1] == ("computing", "withdrawn"), ends
 
 
 def end_of_a_lease_without_its_client(cluster: OnePrefillTwoDecode, key: str) -> tuple[str, ...]:
@@ -298,7 +298,7 @@ def end_of_a_lease_without_its_client(cluster: OnePrefillTwoDecode, key: str) ->
     assert (page[c.LEASES, "held"], page[c.LENT_BLOCKS], page[c.LENT_TOKENS]) == (0, 0, 0)
     assert p.complete("a step", max_tokens=1).ok
     assert_nothing_is_open(p)
-    if states == ("computing", "released"):
+    if states == ("computing", "withdrawn"):
         assert grown(before, p) == expected(
             {(c.TRANSITIONS, "lease", state, "none"): 1 for state in states}
             | {(c.STATE_SECONDS, "lease", "computing"): 1}

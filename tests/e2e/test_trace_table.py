@@ -84,7 +84,7 @@ def test_plain_path_has_no_problem_and_is_shown_with_times_and_amounts(tmp_path:
         (("pending_handshake", "done"), ("computing", "held", "done"), True),
         (("pending_handshake", "reading"), ("computing", "held", "done"), False),
         (("pending_handshake", "reading", "done"), ("computing", "held"), False),
-        (("pending_handshake", "reading", "done"), ("computing", "released"), True),
+        (("pending_handshake", "reading", "done"), ("computing", "withdrawn"), True),
     ],
 )
 def test_any_other_path_is_a_problem(

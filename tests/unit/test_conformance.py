@@ -157,7 +157,7 @@ def _read_what_was_withdrawn(records: Records) -> None:
             if record.event == "Granted" and not ends:
                 _change(records, at, event="Held", to_state="computing")
             elif ends:
-                _change(records, at, event="Withdrawn", from_state="computing", to_state="released")
+                _change(records, at, event="Withdrawn", from_state="computing", to_state="withdrawn")
             else:
                 _change(records, at, from_state=record.from_state and "computing", to_state="computing")
 

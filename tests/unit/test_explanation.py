@@ -578,7 +578,8 @@ def test_a_prefill_engine_that_is_not_asked_to_lend() -> None:
          "for other-d", "waiting"),
         (EXPIRED, (), "LeaseExpired: ", "failed"),
         (LENT, (), "its own records were not found", "served"),
-        ((LENT[0], ("computing", "Withdrawn", "released")), (), "without lending", "failed"),
+        ((LENT[0], ("computing", "Withdrawn", "withdrawn")), (), "without lending", "failed"),
+        ((*LENT[:2], ("held", "Superseded", "superseded")), (), "used the request id again", "failed"),
     ],
 )  # fmt: skip
 def test_a_lease_of_which_no_decode_engine_knows(

@@ -231,7 +231,25 @@ def test_what_is_withdrawn_frees_nothing() -> None:
         rank.keeper.deliver(LeaseWithdrawn(lease=lease))
         await trio.sleep(2 * LEASE_SECONDS)
         assert rank.events == []
-        assert rank.values[lease].state is State.RELEASED
+        assert rank.values[lease].state is State.WITHDRAWN
+
+    run_ahead(test)
+
+
+def test_nothing_is_kept_of_a_lease_that_the_engine_has_freed_by_itself() -> None:
+    async def test(rank: Rank) -> None:
+        former, again = LeaseName("a", 1), LeaseName("a", 2)
+        for lease in (former, again):
+            rank.keeper.deliver(LeaseComputing(lease=lease))
+            granted = LeaseGranted(lease=lease, lease_seconds=LEASE_SECONDS, blocks=1, sums=lease.number.to_bytes())
+            rank.keeper.deliver(granted)
+        await turn()
+        assert rank.values[former].state is State.SUPERSEDED
+        assert rank.keeper._sums == {again: b"\x02"}
+        rank.keeper.notify("d", b"a:1")
+        await turn()
+        assert rank.ended() == {"a": False}
+        assert rank.keeper._sums == {}
 
     run_ahead(test)
 

@@ -191,7 +191,7 @@ def test_a_heartbeat_before_the_grant_means_nothing() -> None:
 
 def test_a_request_that_ends_without_lending_frees_nothing() -> None:
     lease, effects = run(NEW, hold(), Withdrawn(), release(), GRANTED)
-    assert (lease.state, effects) == (State.RELEASED, [])
+    assert (lease.state, effects) == (State.WITHDRAWN, [])
 
 
 def test_an_abort_after_the_grant_takes_nothing_back() -> None:
@@ -202,7 +202,7 @@ def test_an_abort_after_the_grant_takes_nothing_back() -> None:
 @pytest.mark.parametrize("before", [NEW, HELD])
 def test_blocks_that_the_engine_has_freed_by_itself_are_not_freed_again(before: Lease) -> None:
     lease, effects = run(before, Superseded(), release(), DeadlinePassed(now_ns=100))
-    assert (lease.state, effects) == (State.RELEASED, [])
+    assert (lease.state, effects) == (State.SUPERSEDED, [])
 
 
 def test_nothing_is_due_before_the_grant() -> None:
@@ -314,7 +314,7 @@ class LeaseAgainstModel(RuleBasedStateMachine):
     def end_unlent(self, event: Event) -> None:
         self.feed(event)
         if self.is_open and not (self.granted and isinstance(event, Withdrawn)):
-            self.ended_as = State.RELEASED
+            self.ended_as = State.WITHDRAWN if isinstance(event, Withdrawn) else State.SUPERSEDED
 
     @rule(step_ns=st.integers(1, 60))
     def pass_time(self, step_ns: int) -> None:

@@ -15,12 +15,14 @@ from statemachine.lending import (
     AMBIGUOUS,
     EXPIRED,
     RELEASED,
+    SUPERSEDED,
     UNKNOWN,
     WITHDRAWN,
     AnswerHold,
     AnswerLeave,
     AnswerRelease,
     Computing,
+    ForgetLease,
     FreeBlocks,
     Granted,
     HeartbeatNotified,
@@ -68,7 +70,7 @@ def release(core: Lending, *leases: LeaseName, engine_id: str = "d") -> list[Eff
     return effects
 
 
-FREED = [FreeBlocks(lease=A, expired=False), WatchNotifications(is_expected=False)]
+FREED = [FreeBlocks(lease=A, expired=False), ForgetLease(lease=A), WatchNotifications(is_expected=False)]
 
 
 def test_a_hold_is_told_for_how_long_it_is_kept_and_the_promise_is_kept() -> None:
@@ -123,6 +125,24 @@ def test_who_comes_too_late_is_told_why() -> None:
     answer = hold(core, 100, withdrawn, expired, released, unknown)
     assert answer.held == ()
     assert dict(answer.gone) == {withdrawn: WITHDRAWN, expired: EXPIRED, released: RELEASED, unknown: UNKNOWN}
+
+
+def test_however_a_lease_ends_its_executor_is_told_once_to_forget_it() -> None:
+    core = Lending(LIMITS)
+    done, expired, withdrawn, superseded = names = [LeaseName(name, number) for number, name in enumerate("dxws", 1)]
+    again = LeaseName("s", 5)
+    effects = [effect for name in names for effect in core.handle(Computing(lease=name), 0)]
+    for name in (done, superseded, expired):
+        effects += core.handle(Granted(lease=name), 0)
+    effects += release(core, done)
+    effects += core.handle(Withdrawn(lease=withdrawn), 1)
+    effects += core.handle(Computing(lease=again), 1)
+    effects += core.handle(Withdrawn(lease=again), 1)
+    effects += core.advance(100)
+    forgotten = [effect.lease for effect in effects if isinstance(effect, ForgetLease)]
+    assert forgotten == [done, withdrawn, superseded, again, expired]
+    assert [effect.lease for effect in effects if isinstance(effect, FreeBlocks)] == [done, expired]
+    assert core.leases() == ()
 
 
 def test_a_repeated_release_is_answered_and_is_not_late() -> None:
@@ -190,7 +210,7 @@ def test_a_request_id_that_is_used_again_supersedes_its_lease_and_is_ambiguous_w
     effects = core.handle(Computing(lease=again), 0)
     assert not any(isinstance(effect, FreeBlocks) for effect in effects), "the engine has freed them by itself"
     core.handle(Granted(lease=again), 0)
-    assert hold(core, 0, A).gone == ((A, WITHDRAWN),)
+    assert hold(core, 0, A).gone == ((A, SUPERSEDED),)
     assert hold(core, 0, again).held == ((again, 100),)
     assert hold(core, 0, without).gone == ((without, AMBIGUOUS),)
     assert len(core.leases()) == 1

@@ -68,6 +68,9 @@ def explain_lease(case: Case, live: Live) -> Explanation:
     elif state == "done":
         outcome, advice = "served", "nothing"
         cause = "Done: a decode engine released its blocks, as after a READ; its own records were not found"
+    elif state == "superseded":
+        outcome, advice = "failed", "whoever gives requests their ids must give none twice"
+        cause = "The prefill engine has used the request id again, and has not kept the blocks of the former request"
     else:
         outcome, advice = "failed", "nothing: the prefill ended without lending (aborted, or nothing was computed)"
         cause = "The prefill engine ended it without lending its blocks"

@@ -14,7 +14,10 @@ const PLACES = {
     wanted: [220, 30], held: [112, 116], assumed: [328, 116], releasing: [166, 202],
     released: [112, 288], gone: [328, 288],
   },
-  lease: { computing: [220, 30], held: [220, 116], done: [72, 202], expired: [220, 202], released: [368, 202] },
+  lease: {
+    computing: [220, 30], held: [220, 116], withdrawn: [360, 116],
+    done: [72, 202], expired: [220, 202], superseded: [368, 202],
+  },
 };
 
 /* Arrows that would run through a state: the points that bend them. */
@@ -29,7 +32,7 @@ const BENDS = {
     "wanted>gone": [[432, 50], [426, 210]], "held>wanted": [[84, 70], [120, 36]],
     "assumed>wanted": [[356, 70], [320, 36]],
   },
-  lease: { "computing>done": [[30, 50], [40, 130]], "computing>released": [[410, 50], [400, 130]] },
+  lease: { "computing>done": [[30, 50], [40, 130]], "computing>superseded": [[420, 40], [433, 130]] },
 };
 
 function svg(tag, attributes, ...children) {

@@ -196,7 +196,12 @@ ROWS: dict[str, list[dict[str, Any]]] = {
             "How they end (P)",
             [
                 (
-                    rate("vllm:nixl_actor_transitions_total", "state", machine="lease", state="~done|expired|released"),
+                    rate(
+                        "vllm:nixl_actor_transitions_total",
+                        "state",
+                        machine="lease",
+                        state="~done|expired|withdrawn|superseded",
+                    ),
                     "{{state}}",
                 )
             ],

@@ -427,7 +427,7 @@ class PrefillLife:
 class PrefillRank(Executor):
     """The executor of a `Lending`, and the memory of its rank: a tag per block."""
 
-    __slots__ = ("core", "is_watching", "life", "memory", "number")
+    __slots__ = ("core", "is_watching", "kept", "life", "memory", "number")
 
     def __init__(self, life: PrefillLife, number: int, blocks: int) -> None:
         world = life.world
@@ -438,6 +438,7 @@ class PrefillRank(Executor):
                 core.AnswerHold: self._answer_hold,
                 core.AnswerRelease: self._answer_release,
                 core.FreeBlocks: self._free_blocks,
+                core.ForgetLease: self._forget_lease,
                 core.WatchNotifications: self._watch_notifications,
                 core.NoteLateRelease: self._note_late_release,
             },
@@ -446,6 +447,8 @@ class PrefillRank(Executor):
         self.number = number
         self.memory = [JUNK] * blocks
         self.is_watching = False
+        # Granted leases of which an executor may keep something.
+        self.kept: set[LeaseName] = set()
         self.core = self._core = world.cores.lending(world.cluster.lending, observe=self.observer)
 
     def names(self) -> tuple[str, int]:
@@ -453,7 +456,7 @@ class PrefillRank(Executor):
 
     @property
     def open_leases(self) -> int:
-        return len(self.core.leases())
+        return len(self.kept.union(lease.name for lease in self.core.leases()))
 
     # --- the scheduler ----------------------------------------------------------------------------------------------
 
@@ -468,6 +471,7 @@ class PrefillRank(Executor):
         now_ns = self._clock.local_ns(self._heap.now_ns)
         prompt.granted_local_ns[self.number] = now_ns
         self._touch(prompt, now_ns + self.world.cluster.lending.lease_ns)
+        self.kept.add(prompt.lease)
         self.deliver(core.Granted(lease=prompt.lease, blocks=len(prompt.blocks)))
 
     def withdraw(self, prompt: Prompt) -> None:
@@ -549,6 +553,9 @@ class PrefillRank(Executor):
         is_delayed = self.closed_until_ns == self._heap.now_ns
         self.world.oracles.lease_ended(prompt, self.number, now_ns, is_expired=effect.expired, is_delayed=is_delayed)
         self.life.hear_end(prompt, self.number, is_expired=effect.expired)
+
+    def _forget_lease(self, effect: core.ForgetLease) -> None:
+        self.kept.discard(effect.lease)
 
     def _watch_notifications(self, effect: core.WatchNotifications) -> None:
         self.is_watching = effect.is_expected

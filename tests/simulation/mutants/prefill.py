@@ -278,6 +278,20 @@ ENDS = (
         place=ByTest(LEASE + "::test_when_everybody_overtakes_the_grant_it_is_done_with_it"),
     ),
     Mutant(
+        name="superseded and kept",
+        rule="freed once",
+        row=57,
+        broken="what is kept of a lease is forgotten only when its blocks are freed, not when the engine has",
+        changes=(
+            Edit(
+                Lending._forget,
+                "self._outcome.effects.append(ForgetLease(lease=name))",
+                "self._outcome.effects += [ForgetLease(lease=name)] if why in (RELEASED, EXPIRED) else []",
+            ),
+        ),
+        place=ByTest(KEEPER + "::test_nothing_is_kept_of_a_lease_that_the_engine_has_freed_by_itself"),
+    ),
+    Mutant(
         name="withdrawn and freed",
         rule="freed once",
         row=29,
