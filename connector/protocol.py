@@ -125,13 +125,12 @@ class LeaseComputing(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class LeaseGranted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The request has finished; keep its blocks for `lease_seconds` from now, and longer for engines that hold them if
-    the lease is renewable."""
+    """The request has finished; keep its blocks for `fixed_seconds` from now, whoever holds them; None: for the time of
+    a lease (`kv_lease_duration`), and longer for who holds them."""
 
     lease: LeaseName
-    lease_seconds: float
     blocks: int
-    is_renewable: bool = True
+    fixed_seconds: float | None = None
     block_ids: tuple[list[int], ...] | None = None
     """By cache group, those that are lent, where they are to have checksums."""
     sums: bytes | None = None

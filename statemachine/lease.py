@@ -111,7 +111,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         deadline_ns: until when the blocks are kept; in `computing`, what holders have been promised so far.
         granted_ns, latest_ns: when it was granted, and what no renewal goes beyond; set by the grant.
-        is_renewable: it lasts for as long as somebody holds it; otherwise for a fixed time.
+        fixed_ns: it lasts for so long, whoever holds it; None: for as long as somebody does.
         blocks: how many are lent, for the trace.
         age_ns: for how long the engine had known the request when this was made, for the trace.
     """
@@ -122,7 +122,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     deadline_ns: int = 0
     granted_ns: int = 0
     latest_ns: int = 0
-    is_renewable: bool = True
+    fixed_ns: int | None = None
     blocks: int = 0
     age_ns: int = 0
 
@@ -134,17 +134,17 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     def may_end_unread(self) -> bool:
         """It lends an answer's blocks back, and nobody has asked for them: no conversation goes on after its last turn,
         so that it expires then is as it should be."""
-        return not self.is_renewable and not self.holders
+        return self.fixed_ns is not None and not self.holders
 
 
 class Granted(Event, frozen=True, kw_only=True):
     """The prefill finished; the blocks are lent until `deadline_ns`, and with renewals until `latest_ns` at most.
-    `granted_ns` and `is_renewable` are for people."""
+    `granted_ns` and `fixed_ns` are for people."""
 
     deadline_ns: int
     latest_ns: int
     granted_ns: int = 0
-    is_renewable: bool = True
+    fixed_ns: int | None = None
     blocks: int = 0
 
 
@@ -240,7 +240,7 @@ def _grant(lease: Lease, event: Granted) -> tuple[Lease, Effects]:
         deadline_ns=deadline_ns,
         granted_ns=event.granted_ns,
         latest_ns=latest_ns,
-        is_renewable=event.is_renewable,
+        fixed_ns=event.fixed_ns,
         blocks=event.blocks,
     )
     if _is_read(held):
@@ -323,6 +323,6 @@ def holders_in_words(ended: Lease) -> str:
         for holder in ended.holders
     )
     # Who holds it is alive, then: it is not the length of a lease that was too short.
-    if not ended.is_renewable or ended.deadline_ns < ended.latest_ns:
+    if ended.fixed_ns is not None or ended.deadline_ns < ended.latest_ns:
         return held
     return f"{held}, and renewed until its limit (lease_limit_seconds, or the grace period of a drain)"

@@ -100,12 +100,12 @@ class Computing(Event, frozen=True, kw_only=True):
 class Granted(Event, frozen=True, kw_only=True):
     """The request has finished, and the engine keeps its blocks until it is told of the lease's end.
 
-    `fixed_ns`: the lease ends after so long, whoever holds it; 0: it lasts and is renewed as the limits say.
+    `fixed_ns`: the lease ends after so long, whoever holds it; None: it lasts and is renewed as the limits say.
     """
 
     lease: LeaseName
     blocks: int = 0
-    fixed_ns: int = 0
+    fixed_ns: int | None = None
 
 
 class Withdrawn(Event, frozen=True, kw_only=True):
@@ -292,13 +292,15 @@ class Lending:
                 self._begin(lease, age_ns)
             case Granted(lease=lease, blocks=blocks, fixed_ns=fixed_ns):
                 self._begin(lease)
-                deadline_ns = now_ns + (fixed_ns or self._limits.lease_ns)
-                latest_ns = self._bounded(now_ns + (fixed_ns or self._limits.total_ns))
+                lasts_ns, total_ns = (
+                    (self._limits.lease_ns, self._limits.total_ns) if fixed_ns is None else (fixed_ns, fixed_ns)
+                )
+                deadline_ns, latest_ns = now_ns + lasts_ns, self._bounded(now_ns + total_ns)
                 granted = machine.Granted(
                     deadline_ns=deadline_ns,
                     latest_ns=latest_ns,
                     granted_ns=now_ns,
-                    is_renewable=not fixed_ns,
+                    fixed_ns=fixed_ns,
                     blocks=blocks,
                 )
                 self._step(lease, granted)

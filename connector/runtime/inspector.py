@@ -467,7 +467,7 @@ class Inspector:
             blocks=value.blocks,
             holders=holders,
             holders_count=len(value.holders),
-            is_lent_back=not value.is_renewable,
+            is_lent_back=value.fixed_ns is not None,
         )
 
     def _read_row(self, in_hand: tuple[Any, int, bool]) -> AnyRow:

@@ -326,8 +326,8 @@ def _command_event(command: LeaseCommand) -> Event:
     match command:
         case LeaseComputing(lease=lease, age_seconds=age_seconds):
             return lending.Computing(lease=lease, age_ns=to_ns(age_seconds))
-        case LeaseGranted(lease=lease, blocks=blocks, lease_seconds=lease_seconds, is_renewable=is_renewable):
-            return lending.Granted(lease=lease, blocks=blocks, fixed_ns=0 if is_renewable else to_ns(lease_seconds))
+        case LeaseGranted(lease=lease, blocks=blocks, fixed_seconds=seconds):
+            return lending.Granted(lease=lease, blocks=blocks, fixed_ns=None if seconds is None else to_ns(seconds))
         case LeaseWithdrawn(lease=lease):
             return lending.Withdrawn(lease=lease)
 

@@ -284,16 +284,16 @@ class Lends:
 
     def _grant(self, grant: GrantLease, block_ids: tuple[list[int], ...]) -> dict[str, Any]:
         request, groups = grant.request, self._groups.all
+        fixed_seconds: float | None = None
         expires_seconds: float | None = None
         # More than it has tokens where drafts behind the last one were taken for right.
         computed = _computed_tokens(request)
         tokens = min(group.unbroken(block_ids[group.group_id], computed) for group in groups)
         if grant.for_decode:
-            lease_seconds = self._options.kv_lease_duration
             tokens = min(tokens, request.num_tokens)
         else:
-            lease_seconds = self._options.decoder_kv_blocks_ttl
-            expires_seconds = time.perf_counter() + lease_seconds
+            fixed_seconds = self._options.decoder_kv_blocks_ttl
+            expires_seconds = time.perf_counter() + fixed_seconds
             tokens = min(tokens, request.num_tokens - 1)
         lengths = {min(tokens, request.num_prompt_tokens), tokens} - {0}
         if grant.for_decode:
@@ -310,9 +310,8 @@ class Lends:
         self._tell(
             LeaseGranted(
                 lease=grant.lease,
-                lease_seconds=lease_seconds,
                 blocks=blocks,
-                is_renewable=grant.for_decode,
+                fixed_seconds=fixed_seconds,
                 block_ids=tuple(lent) if self._options.verify != "off" else None,
             )
         )

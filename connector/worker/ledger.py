@@ -97,8 +97,9 @@ class TransferLedger:
                     self._open_receives[request_id] = tuple(group.local_block_ids for group in groups)
             case RejectPull(local_block_ids=block_ids):
                 self._open_receives[command.request_id] = (block_ids,)
-            case LeaseGranted(lease=lease, lease_seconds=lease_seconds):
-                self._open_sends[lease.request_id] = self._clock.now_ns() + to_ns(lease_seconds)
+            case LeaseGranted(lease=lease, fixed_seconds=seconds):
+                lasts_ns = self._lease_ns if seconds is None else to_ns(seconds)
+                self._open_sends[lease.request_id] = self._clock.now_ns() + lasts_ns
             case _:
                 pass
 

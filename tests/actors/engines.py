@@ -253,7 +253,7 @@ class Engine:
         """Finish a prefill. `blocks`: those that have checksums, if any have."""
         lease = lease_of(request_id)
         self.supervisor.deliver(LeaseComputing(lease=lease))
-        granted = LeaseGranted(lease=lease, lease_seconds=self.options.kv_lease_duration, blocks=1)
+        granted = LeaseGranted(lease=lease, blocks=1)
         self.supervisor.deliver(with_sums(granted, self.local.layout, [list(blocks)], self.options.verify))
 
     def borrow(

@@ -124,7 +124,7 @@ def test_checksums_that_do_not_come_are_what_is_waited_for() -> None:
         ):
             p.lend("remote-before")
             assert (await pulled(d, p, "before", [1], [9])).failure is None
-            p.supervisor.deliver(LeaseGranted(lease=lease_of("remote-a"), lease_seconds=30.0, blocks=1))
+            p.supervisor.deliver(LeaseGranted(lease=lease_of("remote-a"), blocks=1))
             d.pull("a", p, [1], [9])
             place = Address(HOST, d.address.port)
             found = await surveyor.survey([place], [Question(what="requests"), Question(what="peers")])
@@ -147,7 +147,7 @@ def test_what_p_could_make_no_checksums_of_is_not_waited_for() -> None:
 
     async def test() -> None:
         async with engine("p", serves=True, options=ALL) as p, engine("d", serves=True, options=ALL) as d:
-            p.supervisor.deliver(LeaseGranted(lease=lease_of("remote-a"), lease_seconds=30.0, blocks=1, sums=NO_SUMS))
+            p.supervisor.deliver(LeaseGranted(lease=lease_of("remote-a"), blocks=1, sums=NO_SUMS))
             ended = await pulled(d, p, "a", [1], [9])
             assert isinstance(ended.failure, ChecksumsMissing)
             p.lend("remote-b")

@@ -227,7 +227,7 @@ def _pull(peer: PeerAddress, ours: Sequence[list[int]], theirs: Sequence[list[in
 
 def _lend(prefill: Worker, blocks: tuple[list[int], ...]) -> None:
     prefill.step(LeaseComputing(lease=LEASE), saves=blocks)
-    prefill.step(LeaseGranted(lease=LEASE, lease_seconds=30.0, blocks=sum(map(len, blocks))))
+    prefill.step(LeaseGranted(lease=LEASE, blocks=sum(map(len, blocks))))
 
 
 def _load(decode: Worker, pull: StartPull, *, is_staged: bool = True) -> None:

@@ -279,7 +279,7 @@ class BareEngines:
         """P has finished a prefill."""
         prefill, lease = self._prefill(number), self._lease(number)
         prefill.deliver(LeaseComputing(lease=lease))
-        prefill.deliver(LeaseGranted(lease=lease, lease_seconds=OPTIONS.kv_lease_duration, blocks=REQUEST_BLOCKS))
+        prefill.deliver(LeaseGranted(lease=lease, blocks=REQUEST_BLOCKS))
 
     def announce(self, number: int) -> None:
         """D has heard of the request."""

@@ -273,11 +273,11 @@ class PrefillEngine(Engine):
         self, process: Process, lease: LeaseName, prompt: Prompt, of_groups: tuple[Table, ...], blocks: list[int]
     ) -> Prefilled:
         """The workers hear of the grant with the next step, perhaps later than the client has its answer."""
-        request_id, lease_seconds = lease.request_id, self.around.options.kv_lease_duration
+        request_id = lease.request_id
         self._blocks[request_id] = blocks
         self._still_lending[request_id] = {rank.tp_rank for rank in process.ranks}
         self.around.oracles.grant(self.owner, request_id, [rank.clock.now_ns() for rank in process.ranks])
-        granted = LeaseGranted(lease=lease, lease_seconds=lease_seconds, blocks=len(blocks))
+        granted = LeaseGranted(lease=lease, blocks=len(blocks))
         block_ids = [table.blocks for table in of_groups]
 
         def grant() -> None:

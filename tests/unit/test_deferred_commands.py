@@ -169,7 +169,7 @@ def test_everything_else_passes() -> None:
     others: list[Command] = [
         TrackLease(request_id="b", lease=LeaseName("p-b", 1), peer=first.peer, age_seconds=0.0),
         LeaseComputing(lease=LeaseName("r", 1)),
-        LeaseGranted(lease=LeaseName("a", 1), lease_seconds=1.0, blocks=1),
+        LeaseGranted(lease=LeaseName("a", 1), blocks=1),
         LeaseWithdrawn(lease=LeaseName("a", 1)),
         AbortPull(request_id="c"),
         pull("d", [1], awaited=False),

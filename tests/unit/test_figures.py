@@ -229,8 +229,8 @@ def test_p_counts_who_holds_and_who_holds_again() -> None:
     assert taken.samples == {"state_seconds|lease|computing": [1e-9], "state_seconds|lease|held": [3e-9]}
 
 
-@pytest.mark.parametrize(("fixed_ns", "reason"), [(0, "none"), (20 * SECOND, "lent_back")])
-def test_an_answer_that_is_lent_back_and_not_read_is_counted_apart(fixed_ns: int, reason: str) -> None:
+@pytest.mark.parametrize(("fixed_ns", "reason"), [(None, "none"), (20 * SECOND, "lent_back")])
+def test_an_answer_that_is_lent_back_and_not_read_is_counted_apart(fixed_ns: int | None, reason: str) -> None:
     clock, figures = FakeClock(), Figures()
     own = recorder(figures, clock)
     core = Lending(LendingLimits(lease_ns=10 * SECOND, total_ns=100 * SECOND), own.observer(None))

@@ -62,7 +62,7 @@ def test_ends_at_which_nothing_is_wrong_take_no_place_of_bad_ones() -> None:
     own, clock = recorder()
     own.flight = FlightRecorder(steps_kept=1)
     core = Lending(LIMITS, own.observer(None))
-    for number, fixed_ns in enumerate((0, 10**9)):
+    for number, fixed_ns in enumerate((None, 10**9)):
         core.handle(lending.Computing(lease=LeaseName(f"l{number}", number)), clock.ns)
         core.handle(lending.Granted(lease=LeaseName(f"l{number}", number), fixed_ns=fixed_ns), clock.ns)
     clock.pass_seconds(20)

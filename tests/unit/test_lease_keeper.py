@@ -147,7 +147,7 @@ class Rank:
     def lend(self, name: str, number: int = 1, blocks: int = 1) -> LeaseName:
         lease = LeaseName(name, number)
         self.keeper.deliver(LeaseComputing(lease=lease))
-        self.keeper.deliver(LeaseGranted(lease=lease, lease_seconds=LEASE_SECONDS, blocks=blocks))
+        self.keeper.deliver(LeaseGranted(lease=lease, blocks=blocks))
         return lease
 
     def ended(self) -> dict[str, bool]:
@@ -241,7 +241,7 @@ def test_nothing_is_kept_of_a_lease_that_the_engine_has_freed_by_itself() -> Non
         former, again = LeaseName("a", 1), LeaseName("a", 2)
         for lease in (former, again):
             rank.keeper.deliver(LeaseComputing(lease=lease))
-            granted = LeaseGranted(lease=lease, lease_seconds=LEASE_SECONDS, blocks=1, sums=lease.number.to_bytes())
+            granted = LeaseGranted(lease=lease, blocks=1, sums=lease.number.to_bytes())
             rank.keeper.deliver(granted)
         await turn()
         assert rank.values[former].state is State.SUPERSEDED
@@ -750,7 +750,7 @@ def test_a_reader_that_is_faster_than_the_engines_next_step_is_not_overlooked() 
         assert (await decoder.hold(lease)).held
         await decoder.release(lease)
         assert rank.ended() == {}
-        rank.keeper.deliver(LeaseGranted(lease=lease, lease_seconds=LEASE_SECONDS, blocks=1))
+        rank.keeper.deliver(LeaseGranted(lease=lease, blocks=1))
         await turn()
         assert rank.ended() == {"a": False}
 
@@ -897,7 +897,7 @@ def test_who_asks_for_checksums_pays_for_the_length_of_the_answer() -> None:
     async def test(rank: Rank, decoder: Decoder, listener: ChargedListener) -> None:
         lease = LeaseName("a", 1)
         sums = encode_sums(LeaseSums(blocks=(b"1234",), sums=bytes(SUMS_PART_BYTES + 100_000)))
-        granted = LeaseGranted(lease=lease, lease_seconds=LEASE_SECONDS, blocks=1, sums=sums)
+        granted = LeaseGranted(lease=lease, blocks=1, sums=sums)
         rank.keeper.deliver(granted)
         await decoder.hold(lease)
         listener.take()
@@ -963,7 +963,7 @@ def test_checksums_are_told_while_a_lease_lasts() -> None:
         with trio.move_on_after(0.2) as waiting:
             await decoder.ask(AskSums(lease=lease, part=0))
         assert waiting.cancelled_caught
-        rank.keeper.deliver(LeaseGranted(lease=lease, lease_seconds=LEASE_SECONDS, blocks=1, sums=sums))
+        rank.keeper.deliver(LeaseGranted(lease=lease, blocks=1, sums=sums))
         for name in (lease, LeaseName("a", 0)):
             assert await decoder.ask(AskSums(lease=name, part=0)) == Sums(lease=name, part=0, parts=1, content=sums)
         assert rank.keeper._sums.keys() == {lease}

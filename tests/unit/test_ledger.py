@@ -209,7 +209,7 @@ def ended_sends(book: TransferLedger) -> set[str]:
 
 def test_when_the_actors_are_dead_blocks_are_lent_until_no_reader_can_believe_in_the_lease() -> None:
     book, clock = ledger()
-    book.enter(LeaseGranted(lease=LeaseName("a", 1), lease_seconds=LEASE_SECONDS, blocks=1))
+    book.enter(LeaseGranted(lease=LeaseName("a", 1), blocks=1))
     clock.seconds += LEASE_SECONDS - 1.0
     assert ended_sends(book) == set()
     clock.seconds += LEASE_SECONDS - 0.5  # a reader may have renewed the lease just before the death
@@ -225,7 +225,7 @@ def test_what_is_granted_after_the_death_of_the_actors_is_lent_for_one_lease_tim
     book, clock = ledger()
     book.fail_closed(None)
     clock.seconds += 100.0
-    book.enter(LeaseGranted(lease=LeaseName("a", 1), lease_seconds=LEASE_SECONDS, blocks=1))
+    book.enter(LeaseGranted(lease=LeaseName("a", 1), blocks=1))
     clock.seconds += LEASE_SECONDS - 0.5
     assert ended_sends(book) == set()
     clock.seconds += 0.5

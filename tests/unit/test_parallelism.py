@@ -273,7 +273,7 @@ def test_a_copy_serves_nobody_and_keeps_nothing_back(config: VllmConfig, monkeyp
         a, b = LeaseName("a", 1), LeaseName("b", 2)
         worker.start_load_kv(StepMetadata([LeaseComputing(lease=a), LeaseComputing(lease=b)]))
         assert worker.get_transfer_results().finished_sending == set()
-        worker.start_load_kv(StepMetadata([LeaseGranted(lease=a, lease_seconds=30.0, blocks=2)]))
+        worker.start_load_kv(StepMetadata([LeaseGranted(lease=a, blocks=2)]))
         assert worker.get_transfer_results().finished_sending == {"a"}
         assert worker.get_transfer_results().finished_sending == set()
         assert worker.ledger._open_sends == {}

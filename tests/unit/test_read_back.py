@@ -103,7 +103,7 @@ def test_the_next_prompt_is_read_from_the_engine_that_has_answered(specs: list[K
     assert params["remote_num_tokens"] == THEIRS
     assert params["remote_engine_id"] == "d"
     grant = decode.grant_of("first")
-    assert (grant.lease_seconds, grant.is_renewable) == (480.0, False)
+    assert grant.fixed_seconds == 480.0
     assert params["lease_number"] == grant.lease.number
 
     pull = prefill.load("second", NEXT_PROMPT, params)

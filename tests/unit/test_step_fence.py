@@ -79,7 +79,7 @@ def test_nothing_else_waits() -> None:
     others: list[Command] = [
         TrackLease(request_id="b", lease=LeaseName("p-b", 1), peer=first.peer, age_seconds=0.0),
         LeaseComputing(lease=LeaseName("r", 1)),
-        LeaseGranted(lease=LeaseName("s", 2), lease_seconds=1.0, blocks=1),
+        LeaseGranted(lease=LeaseName("s", 2), blocks=1),
         LeaseWithdrawn(lease=LeaseName("s", 1)),
         AbortPull(request_id="c"),
         pull("a", [1], awaited=False),

@@ -166,7 +166,7 @@ def lend_after_a_step(directory: Path) -> None:
     config = engine_config(write_model(directory / "model"))
     config.kv_transfer_config.kv_connector_extra_config = {"verify": "all"}
     caches = cache_config(attention_spec())
-    granted = LeaseGranted(lease=LEASE, lease_seconds=60.0, blocks=2, block_ids=([3, 4],))
+    granted = LeaseGranted(lease=LEASE, blocks=2, block_ids=([3, 4],))
     with single_rank(config, directory):
         connector = NixlActorConnector(config, KVConnectorRole.WORKER, caches)
         try:

@@ -389,7 +389,6 @@ class Scene(abc.ABC):
         engine.commands.append(
             LeaseGranted(
                 lease=lease,
-                lease_seconds=self.options.kv_lease_duration,
                 blocks=len(blocks),
                 block_ids=None if self.options.verify == "off" else (list(blocks),),
             )

@@ -464,11 +464,10 @@ class VllmEngine:
                 oracles.pulls[request_id].is_aborted = True
             case LeaseComputing(lease=lease):
                 self._note_lease(lease)
-            case LeaseGranted(lease=lease, is_renewable=is_renewable):
+            case LeaseGranted(lease=lease, fixed_seconds=fixed_seconds):
                 if (self.owner, lease.request_id) not in oracles.leases:
                     self._note_lease(lease)
                 now_ns = [rank.clock.now_ns() for rank in self.process.ranks]
-                fixed_seconds = None if is_renewable else command.lease_seconds
                 oracles.grant(self.owner, lease.request_id, now_ns, fixed_seconds)
             case TrackLease(request_id=request_id, lease=lease):
                 self._announced[request_id] = trio.current_time()
