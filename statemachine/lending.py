@@ -555,6 +555,24 @@ class Lending:
         return self._leases.get(name)
 
 
+def end_without_core_ns(granted_ns: int, fixed_ns: int | None, died_ns: int, lease_ns: int) -> int:
+    """From when on the engine may free the blocks of a lease by itself, if this core is not there any more to say so.
+
+    Blocks are kept while somebody who was told `Held` may prove a READ by it (invariant 5), and what the core has
+    promised is lost with it. So the worst is assumed of its last moment: it heard of the grant only then, and counted
+    the lease from there, or told a reader that the blocks are kept for `lease_ns`, which it does before a grant of any
+    length too. It has promised nothing since. Of a grant that came later no rank was told anything; the client was
+    given its parameters all the same, and a built-in reader trusts these alone.
+
+    Args:
+        granted_ns: when the engine said that it lends the blocks.
+        fixed_ns: for how long, as in `Granted`.
+        died_ns: when the core was found to be dead.
+        lease_ns: as in `LendingLimits`.
+    """
+    return max(granted_ns, died_ns) + max(lease_ns, fixed_ns or 0)
+
+
 def _readers(lease: Lease) -> frozenset[tuple[str, int | str]]:
     """Which ranks of which engines have released it."""
     return frozenset((holder.engine_id, rank) for holder in lease.holders for rank in holder.released)

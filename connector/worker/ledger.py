@@ -6,8 +6,8 @@ the actors are gone: the requests that wait for KV and the leases that vLLM hold
 
 If the actors die, everything fails closed (`fail_closed`). Waiting requests are reported as failed with their blocks
 quarantined, because nobody watches their READs any more; leases are given back when no reader can believe in them any
-more; new requests are refused. The scheduler process is told, as it is when the actors themselves say that they have
-stopped (`WorkerStopped`), so that it lends nothing more.
+more (`end_without_core_ns` in `statemachine/lending.py`); new requests are refused. The scheduler process is told, as
+it is when the actors themselves say that they have stopped (`WorkerStopped`), so that it lends nothing more.
 
 A load fails as a whole: requests are reported, not blocks. vLLM takes single blocks only from an engine with one cache
 group, and makes nothing of them for a request that is reported as failed: the request ends, or starts again from its
@@ -43,6 +43,7 @@ from connector.step_metadata import WorkerReport
 from connector.wire.bounded import shorten
 from connector.worker.finishing import Loaded
 from statemachine.failures import ConnectorStopped, Failure
+from statemachine.lending import end_without_core_ns
 
 _Figures = ParamSpec("_Figures")
 
@@ -73,8 +74,8 @@ class TransferLedger:
         """What is to be summed, as `take_results` found."""
         # By request id, what vLLM has parked until its KV is here, with the blocks of each group.
         self._open_receives: dict[str, tuple[list[int], ...]] = {}
-        # And whose blocks it keeps until it is told that they were read, with when the grant alone would have ended.
-        self._open_sends: dict[str, int] = {}
+        # And whose blocks it keeps until it is told that they were read: since when, and for what fixed time.
+        self._open_sends: dict[str, tuple[int, int | None]] = {}
         # Requests in the scheduler's queue whose leases the actors keep alive.
         self._tracked: set[str] = set()
         self._dead_since_ns: int | None = None
@@ -98,8 +99,8 @@ class TransferLedger:
             case RejectPull(local_block_ids=block_ids):
                 self._open_receives[command.request_id] = (block_ids,)
             case LeaseGranted(lease=lease, fixed_seconds=seconds):
-                lasts_ns = self._lease_ns if seconds is None else to_ns(seconds)
-                self._open_sends[lease.request_id] = self._clock.now_ns() + lasts_ns
+                fixed_ns = None if seconds is None else to_ns(seconds)
+                self._open_sends[lease.request_id] = (self._clock.now_ns(), fixed_ns)
             case _:
                 pass
 
@@ -213,10 +214,8 @@ class TransferLedger:
             self._events.append(
                 ReceiveEnded(request_id=request_id, failure=failure, local_block_ids=block_ids, quarantined=True)
             )
-        # A reader may have renewed its lease at the moment of death; nobody could since.
-        renewed_until_ns = self._dead_since_ns + self._lease_ns
-        for request_id, granted_until_ns in self._open_sends.items():
-            if now_ns >= max(granted_until_ns, renewed_until_ns):
+        for request_id, (granted_ns, fixed_ns) in self._open_sends.items():
+            if now_ns >= end_without_core_ns(granted_ns, fixed_ns, self._dead_since_ns, self._lease_ns):
                 self._events.append(SendEnded(request_id=request_id, expired=True))
 
     # --- inside -------------------------------------------------------------------------------------------------

@@ -220,6 +220,19 @@ def test_when_the_actors_are_dead_blocks_are_lent_until_no_reader_can_believe_in
     assert ended_sends(book) == set()
 
 
+def test_when_the_actors_are_dead_blocks_of_a_fixed_lease_are_lent_for_as_long_as_any_reader_may_have_been_told() -> (
+    None
+):
+    book, clock = ledger()
+    book.enter(LeaseGranted(lease=LeaseName("a", 1), blocks=1, fixed_seconds=2 * LEASE_SECONDS))
+    clock.seconds += LEASE_SECONDS
+    assert ended_sends(book) == set()
+    clock.seconds += 2 * LEASE_SECONDS - 0.5
+    assert ended_sends(book) == set()
+    clock.seconds += 0.5
+    assert ended_sends(book) == {"a"}
+
+
 def test_what_is_granted_after_the_death_of_the_actors_is_lent_for_one_lease_time() -> None:
     """The grant was decided before the scheduler process heard of the death."""
     book, clock = ledger()

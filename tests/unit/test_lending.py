@@ -298,6 +298,30 @@ def test_a_copy_goes_its_own_way() -> None:
     assert hold(core, 0, A).held == ((A, 100),)
 
 
+@pytest.mark.parametrize("fixed_ns", [None, 30, 300])
+@pytest.mark.parametrize("heard_ns", [0, 50])
+def test_without_its_core_no_lease_ends_before_what_the_core_may_have_promised(
+    fixed_ns: int | None, heard_ns: int
+) -> None:
+    """It is asked again and again until it dies, at 50, and hears of the grant at once or at that moment."""
+    core = Lending(LIMITS)
+    core.handle(Computing(lease=A), 0)
+    promised_ns = []
+    for now_ns in range(0, 51, 10):
+        answers = [hold(core, now_ns, A)]
+        if now_ns == heard_ns:
+            core.handle(Granted(lease=A, fixed_ns=fixed_ns), now_ns)
+            answers.append(hold(core, now_ns, A))
+        promised_ns += [now_ns + remaining_ns for answer in answers for _, remaining_ns in answer.held]
+    ends_ns = lending.end_without_core_ns(0, fixed_ns, died_ns=50, lease_ns=LIMITS.lease_ns)
+    assert max(promised_ns) <= ends_ns
+
+
+def test_without_its_core_what_is_granted_later_is_lent_for_its_time() -> None:
+    assert lending.end_without_core_ns(70, None, died_ns=50, lease_ns=100) == 170
+    assert lending.end_without_core_ns(70, 300, died_ns=50, lease_ns=100) == 370
+
+
 def test_what_a_message_costs_does_not_grow_with_the_leases_that_are_out() -> None:
     def seconds_per_hold(leases: int) -> float:
         core = lent(*(LeaseName(f"r{number}", number) for number in range(leases)))

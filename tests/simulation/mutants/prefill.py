@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from statemachine import lease
+from statemachine import lease, lending
 from statemachine.lending import Lending
 from tests.simulation.mutants.mutant import ByTest, Edit, Explored, Mutant
 from tests.simulation.mutants.places import KEEPER, LEASE, LENDING, ONE, SIBLINGS, TWINS, TWO_OF_D, within
@@ -152,6 +152,12 @@ DEADLINES = (
             Edit(lease._grant, "return held, (StartLeaseTimer(deadline_ns=deadline_ns),)", "return held, NO_EFFECTS"),
         ),
         place=Explored(within(ONE, 1), "liveness"),
+    ),
+    Mutant(
+        name="what a dead core has promised ends with the grant",
+        broken="blocks are freed when the grant alone would end, though the core that has died may have promised more",
+        changes=(Edit(lending.end_without_core_ns, "max(granted_ns, died_ns)", "granted_ns"),),
+        place=ByTest(LENDING + "::test_without_its_core_no_lease_ends_before_what_the_core_may_have_promised"),
     ),
     Mutant(
         name="renewal forgets the timer",
