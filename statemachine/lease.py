@@ -68,7 +68,7 @@ LENT_BACK = "lent_back"
 """What records have as the reason of a lease that lends an answer's blocks for read-back, while nobody has asked for
 them."""
 
-NOTIFIERS = ""
+BUILTIN_READERS = ""
 """The holder that stands for all built-in readers; no engine id is empty."""
 
 
@@ -85,24 +85,24 @@ class Holder(msgspec.Struct, frozen=True):
     Attributes:
         ranks: how many of its ranks are partners of this rank.
         released: those that are done, by number; agent names where the engine is a built-in one.
-        told: those that were told that their blocks are kept, and have not released them since. Each may prove a READ
-            by that, so the word of another one in its name is not enough.
+        promised: those that were told that their blocks are kept, and have not released them since. Each may prove a
+            READ by that, so the word of another one in its name is not enough.
     """
 
     engine_id: str
     ranks: int
     released: frozenset[int | str] = frozenset()
-    told: frozenset[Reader] = frozenset()
+    promised: frozenset[Reader] = frozenset()
 
     @property
     def is_complete(self) -> bool:
-        return len(self.released) >= self.ranks and not self.told
+        return len(self.released) >= self.ranks and not self.promised
 
     @property
-    def others(self) -> int:
-        """Processes that are waited for although all ranks are done: an engine has started again, or two have one
-        id."""
-        return len(self.told) if len(self.released) >= self.ranks else 0
+    def unreleased_processes(self) -> int:
+        """How many processes have not released the blocks although all ranks are done: an engine has started again, or
+        two have one id."""
+        return len(self.promised) if len(self.released) >= self.ranks else 0
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
@@ -211,16 +211,16 @@ def _is_read(lease: Lease) -> bool:
 
 
 def _with_reader(lease: Lease, event: Held | ReaderDone) -> Lease:
-    """With what a rank has said: it comes last."""
+    """The lease after this message; the sender's holder moves to the end."""
     others = tuple(each for each in lease.holders if each.engine_id != event.engine_id)
     known = lease.holder(event.engine_id) or Holder(event.engine_id, 0)
-    released, told = known.released, known.told
+    released, promised = known.released, known.promised
     reader = frozenset((Reader(event.rank, event.process),)) if isinstance(event.rank, int) else frozenset[Reader]()
     if isinstance(event, Held):
-        released, told = released - {event.rank}, told | reader
+        released, promised = released - {event.rank}, promised | reader
     else:
-        released, told = released | {event.rank}, told - reader
-    holder = Holder(event.engine_id, max(event.ranks, known.ranks), released, told)
+        released, promised = released | {event.rank}, promised - reader
+    holder = Holder(event.engine_id, max(event.ranks, known.ranks), released, promised)
     return msgspec.structs.replace(lease, holders=(*others, holder))
 
 
@@ -319,7 +319,7 @@ def holders_in_words(ended: Lease) -> str:
         return "no decode engine has asked for it"
     held = "held by " + ", ".join(
         f"{holder.engine_id or 'built-in engines'} ({len(holder.released)} of {holder.ranks} ranks are done"
-        + (f", and not {holder.others} other process(es) of that id)" if holder.others else ")")
+        + (f", and not {count} other process(es) of that id)" if (count := holder.unreleased_processes) else ")")
         for holder in ended.holders
     )
     # Who holds it is alive, then: it is not the length of a lease that was too short.

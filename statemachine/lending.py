@@ -34,7 +34,7 @@ import msgspec
 from statemachine import lease as machine
 from statemachine.deadlines import Deadlines
 from statemachine.kernel import Effect, Event
-from statemachine.lease import HEARTBEAT_DENOMINATOR, HEARTBEAT_NUMERATOR, NOTIFIERS, Lease, LeaseName
+from statemachine.lease import BUILTIN_READERS, HEARTBEAT_DENOMINATOR, HEARTBEAT_NUMERATOR, Lease, LeaseName
 from statemachine.outcome import Outcome
 from statemachine.trace import Observer
 
@@ -55,7 +55,7 @@ RELEASED, EXPIRED, WITHDRAWN = "released by its readers", "expired", "withdrawn"
 SUPERSEDED = "superseded: this engine has used its request id again"
 UNKNOWN = "not lent here: released long ago, or this engine has restarted since"
 CROWDED = "held by too many decode engines already"
-LEFT = "this engine leaves, and its grace period is over"
+GRACE_OVER = "this engine leaves, and its grace period is over"
 AMBIGUOUS = "named without its lease_number, and its request id was used twice"
 
 _WHY = {
@@ -326,7 +326,7 @@ class Lending:
             if known is not None and self._is_full(known, asked):
                 known, why = None, CROWDED
             if known is not None and self._leases[known].state is machine.State.COMPUTING and deadline_ns <= now_ns:
-                known, why = None, LEFT
+                known, why = None, GRACE_OVER
             if known is None:
                 gone.append((name, why))
                 continue
@@ -390,10 +390,10 @@ class Lending:
         name = self._newest.get(notified.request_id)
         if name in self._leases:
             assert name is not None
-            self._step(name, machine.ReaderDone(engine_id=NOTIFIERS, rank=notified.sender, ranks=notified.ranks))
+            self._step(name, machine.ReaderDone(engine_id=BUILTIN_READERS, rank=notified.sender, ranks=notified.ranks))
         else:
             why = UNKNOWN if name is None else self._ended[name]
-            self._note_late(name, why, notified.request_id, notified.sender, NOTIFIERS, notified.sender)
+            self._note_late(name, why, notified.request_id, notified.sender, BUILTIN_READERS, notified.sender)
 
     def _note_late(
         self, name: LeaseName | None, why: str, request_id: str, sender: str, engine_id: str, rank: int | str
@@ -427,7 +427,7 @@ class Lending:
         known = lease.holder(asked.engine_id)
         if known is None:
             return len(lease.holders) >= HOLDERS_MAX
-        return len(known.told) >= READERS_MAX and machine.Reader(asked.rank, asked.process) not in known.told
+        return len(known.promised) >= READERS_MAX and machine.Reader(asked.rank, asked.process) not in known.promised
 
     def lent_as(self, name: LeaseName) -> LeaseName | None:
         """The lease, lent now or soon, that a peer means by this name, which may lack the number."""

@@ -45,7 +45,7 @@ WHY_GONE = {
     lending.UNKNOWN: "unknown",
     lending.CROWDED: "crowded",
     lending.AMBIGUOUS: "ambiguous",
-    lending.LEFT: "left",
+    lending.GRACE_OVER: "left",
     remote_engine.RESTARTED: "restarted",
     remote_engine.REPLACED: "replaced",
     remote_engine.RESIZED: "resized",

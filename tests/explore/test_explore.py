@@ -469,7 +469,7 @@ def repeats_are_counted(patch: Patch) -> None:
     def count(value: lease.Lease, event: lease.Held | lease.ReaderDone) -> lease.Lease:
         after = with_reader(value, event)
         repeated = any(event.rank in holder.released for holder in value.holders)
-        for reader in [each for holder in after.holders for each in holder.told]:
+        for reader in [each for holder in after.holders for each in holder.promised]:
             if isinstance(event, lease.ReaderDone) and repeated:
                 after = with_reader(after, msgspec.structs.replace(event, rank=reader.rank, process=reader.process))
         return after

@@ -131,7 +131,7 @@ def _release_by_a_stranger(leases: Iterable[Lease]) -> tuple[bytes, ...] | None:
     """Of what a rank is promised: tools are told by which engine and under which name it is held."""
     for lease in leases:
         for holder in lease.holders:
-            for reader in sorted(holder.told):
+            for reader in sorted(holder.promised):
                 release = control.Release(
                     engine_id=holder.engine_id, rank=reader.rank, ranks=holder.ranks, leases=(lease.name,)
                 )

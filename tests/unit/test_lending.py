@@ -481,7 +481,7 @@ def test_a_prompt_that_is_still_computed_when_the_grace_period_is_over_is_not_pr
     core.handle(Computing(lease=A), 0)
     leave(core, 0, 150)
     assert hold(core, 100, A).held == ((A, 50),)
-    assert hold(core, 150, A).gone == ((A, lending.LEFT),)
+    assert hold(core, 150, A).gone == ((A, lending.GRACE_OVER),)
 
 
 def test_a_copy_of_a_core_that_leaves_behaves_alike() -> None:

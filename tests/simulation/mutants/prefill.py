@@ -26,7 +26,11 @@ READERS = (
         row=59,
         broken="the release of one rank of a decode engine counts for all its ranks",
         changes=(
-            Edit(lease.Holder.is_complete, "len(self.released) >= self.ranks and not self.told", "bool(self.released)"),
+            Edit(
+                lease.Holder.is_complete,
+                "len(self.released) >= self.ranks and not self.promised",
+                "bool(self.released)",
+            ),
         ),
         place=Explored(within(TWO_OF_D, 1), "invariant 5"),
     ),
@@ -65,7 +69,7 @@ READERS = (
         rule="a rank may hold again",
         row=69,
         broken="a rank that wants the blocks again after it released them is not waited for",
-        changes=(Edit(lease._with_reader, "released - {event.rank}, told | reader", "released, told"),),
+        changes=(Edit(lease._with_reader, "released - {event.rank}, promised | reader", "released, promised"),),
         place=ByTest(LEASE + "::test_a_rank_that_holds_again_after_its_release_wants_the_blocks_again"),
     ),
     Mutant(
@@ -73,7 +77,7 @@ READERS = (
         rule="who was promised",
         row=19,
         broken="a process releases what another one of the same engine id was promised",
-        changes=(Edit(lease._with_reader, "told - reader", "frozenset()"),),
+        changes=(Edit(lease._with_reader, "promised - reader", "frozenset()"),),
         place=Explored(within(TWINS, 1), "invariant 5"),
     ),
     Mutant(
@@ -81,7 +85,7 @@ READERS = (
         rule="late and repeated messages",
         row=50,
         broken="whoever names a lease under ever new names of processes makes each step of it dearer",
-        changes=(Edit(Lending._is_full, "len(known.told) >= READERS_MAX", "False"),),
+        changes=(Edit(Lending._is_full, "len(known.promised) >= READERS_MAX", "False"),),
         place=ByTest(LENDING + "::test_a_lease_is_held_by_a_bounded_number_of_processes"),
     ),
     Mutant(
@@ -135,7 +139,7 @@ READERS = (
         rule="built-in readers are one holder",
         row=59,
         broken="each rank of a built-in engine that notifies is taken for an engine of its own",
-        changes=(Edit(Lending._count_notification, "engine_id=NOTIFIERS", "engine_id=notified.sender"),),
+        changes=(Edit(Lending._count_notification, "engine_id=BUILTIN_READERS", "engine_id=notified.sender"),),
         place=ByTest(KEEPER + "::test_a_lease_ends_when_every_rank_of_a_builtin_reader_has_said_so_once"),
     ),
 )
