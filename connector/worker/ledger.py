@@ -28,6 +28,7 @@ from connector.observe.spans import PullTimes
 from connector.observe.stats import ConnectorStats
 from connector.protocol import (
     Command,
+    LeaseComputing,
     LeaseGranted,
     QuarantineLifted,
     ReceiveEnded,
@@ -98,6 +99,9 @@ class TransferLedger:
                     self._open_receives[request_id] = tuple(group.local_block_ids for group in groups)
             case RejectPull(local_block_ids=block_ids):
                 self._open_receives[command.request_id] = (block_ids,)
+            case LeaseComputing(lease=lease):
+                # Of an earlier request of this id, if it lent blocks: vLLM keeps them no longer, and is told no end.
+                self._open_sends.pop(lease.request_id, None)
             case LeaseGranted(lease=lease, fixed_seconds=seconds):
                 fixed_ns = None if seconds is None else to_ns(seconds)
                 self._open_sends[lease.request_id] = (self._clock.now_ns(), fixed_ns)

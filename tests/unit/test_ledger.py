@@ -9,6 +9,7 @@ import pytest
 from connector.clock import to_ns
 from connector.observe.stats import ConnectorStats
 from connector.protocol import (
+    LeaseComputing,
     LeaseGranted,
     Memory,
     QuarantineLifted,
@@ -243,6 +244,15 @@ def test_what_is_granted_after_the_death_of_the_actors_is_lent_for_one_lease_tim
     assert ended_sends(book) == set()
     clock.seconds += 0.5
     assert ended_sends(book) == {"a"}
+
+
+def test_a_request_id_that_is_used_again_waits_for_no_end_of_the_former_lease() -> None:
+    book, _ = ledger()
+    book.enter(LeaseGranted(lease=LeaseName("a", 1), blocks=1))
+    book.record(SendEnded(request_id="a", expired=True))
+    book.enter(LeaseComputing(lease=LeaseName("a", 2)))
+    assert not book.is_open
+    assert book.take_results().finished_sending == set(), "vLLM would free the blocks of the other request"
 
 
 def test_the_death_of_the_actors_is_reported_until_it_is_taken_and_then_no_more() -> None:
