@@ -4,6 +4,10 @@
 from __future__ import annotations
 
 import re
+import signal
+import socket
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -248,6 +252,30 @@ def test_where_nobody_listens_the_exit_status_says_so(command: list[str]) -> Non
     assert answer.exit_code == 2
     assert "nothing listens" in answer.output
     assert str(port) in answer.output
+
+
+@pytest.mark.parametrize(
+    "command", [["why", "abc", "--engine"], ["ps"], ["doctor"], ["drain"], ["meet", "127.0.0.1:1"]]
+)
+def test_ctrl_c_while_an_engine_is_silent_ends_it_quietly(command: list[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(60)
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        arguments = [command[0], address, command[1]] if command[0] == "meet" else [*command, address]
+        asking = subprocess.Popen(
+            [sys.executable, "-m", "connector", *arguments, "--timeout", "60"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
+        connection, _ = silent.accept()
+        with connection:
+            asking.send_signal(signal.SIGINT)
+            said, _ = asking.communicate(timeout=60)
+    assert asking.returncode == 130
+    drains = "interrupted; engines that were told to drain go on draining: nixl-actor ps shows which\n"
+    assert said == (drains if command[0] == "drain" else "")
 
 
 @pytest.mark.parametrize("command", ["ps", "doctor"])

@@ -4,6 +4,7 @@ Exit status, for scripts:
   drain    0 all have drained, or with --no-wait have begun; 1 one has not in time, or its grace period ended with
            something lent, or it answered no more; 2 one could not be asked, and was not told to drain
   meet     0 all are connected; 1 some are not; 2 the decode engine could not be asked
+Ctrl-C ends both with 130; `drain` undoes nothing then.
 """
 
 from __future__ import annotations
@@ -57,7 +58,11 @@ def drain(
     except AddressError as error:
         raise typer.BadParameter(str(error)) from None
     codes = {SERVED}
-    ends = drain_engines(addresses, waits=wait, timeout_seconds=timeout, show=show, access=access)
+    try:
+        ends = drain_engines(addresses, waits=wait, timeout_seconds=timeout, show=show, access=access)
+    except* KeyboardInterrupt:
+        say("interrupted; engines that were told to drain go on draining: nixl-actor ps shows which", err=True)
+        raise
     for address, end in ends.items():
         if isinstance(end, AdministrationError):
             say(end, err=True)

@@ -7,6 +7,8 @@ one command needs is imported by it.
 
 from __future__ import annotations
 
+import sys
+
 import typer
 
 from connector.observe.cli import keys, trace
@@ -31,5 +33,11 @@ app.add_typer(keys.app, name="keys")
 
 
 def main() -> None:
-    """Entry point."""
-    app(prog_name="nixl-actor")
+    """Entry point. Ctrl-C ends it with status 130, as shells have it."""
+    interrupted = False
+    try:
+        app(prog_name="nixl-actor")
+    except* KeyboardInterrupt:  # in a group if it came while engines were asked, which trio does
+        interrupted = True
+    if interrupted:
+        sys.exit(130)
