@@ -54,6 +54,7 @@ from connector.observe.trace_format import (
 )
 from connector.versions import shown_version
 from connector.wire.bounded import shorten
+from statemachine.failures import ADVICE_FOLLOWS
 from statemachine.trace import TransitionRecord
 
 FILE_BYTES = 256 << 20
@@ -186,7 +187,13 @@ class JsonLinesSink:
 
     def _switch_off(self, error: Exception) -> None:
         if self._log is not None:  # otherwise the file was closed under our hands
-            get_logger().error("the state-transition trace %s ends here: %s", self.path, shorten(str(error), 300))
+            get_logger().error(
+                "the state-transition trace %s ends here: %s; KV transfer goes on, and nothing more is traced until "
+                "this engine starts again%sfree space or choose another trace_directory, and restart it",
+                self.path,
+                shorten(str(error), 300),
+                ADVICE_FOLLOWS,
+            )
         self.close()
 
     def _is_sampled(self, record: TransitionRecord) -> bool:

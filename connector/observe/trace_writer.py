@@ -9,6 +9,9 @@ moment after its transition. A process that is killed loses what the thread had 
 A file system that hangs (its server is gone, its share of I/O is used up) costs records and nothing else. A full queue
 takes none until half of it is written; what comes meanwhile is left out and counted. The log says so once when it
 begins and once when it is over, and the trace has a `TraceGap` in that place.
+
+An error of the file system ends the trace for good (`trace_log`). All records from then on are counted, those of the
+write that failed and those that were queued among them, but no `TraceGap` can be written for them.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -44,7 +47,7 @@ class TraceWriter:
 
     Args:
         queue_records_max: with so many records in the queue it takes no more.
-        on_missing: called in `write` when records are left out, with their number.
+        on_missing: called in `write` with the number of records that were left out, or that an error has cost.
     """
 
     def __init__(
@@ -62,6 +65,9 @@ class TraceWriter:
         # Records that were put into the queue, and those that have left it; each is changed by one thread only.
         self._put = 0
         self._done = 0
+        # Records that the thread had and could not write, and those of them that were told; each as above.
+        self._lost = 0
+        self._told = 0
         # While records are left out: what is missing, and since when by time.monotonic.
         self._gap: TraceGap | None = None
         self._gap_since = 0.0
@@ -71,7 +77,10 @@ class TraceWriter:
 
     def write(self, *records: TransitionRecord) -> None:
         """Have a line written for each. Never waits for a file."""
-        if self._is_closed or not self._lines.is_open:
+        if self._is_closed:
+            return
+        if not self._lines.is_open:
+            self._tell_lost(records)
             return
         waiting = self._put - self._done
         if self._gap is not None and waiting <= self._queue_records_max // 2:
@@ -99,6 +108,16 @@ class TraceWriter:
                 self._put - self._done,
                 CLOSE_SECONDS,
             )
+
+    def _tell_lost(self, records: tuple[TransitionRecord, ...]) -> None:
+        lost = self._lost
+        if missing := lost - self._told + self._kept(records):
+            self._told = lost
+            self._on_missing(missing)
+
+    def _kept(self, records: Iterable[TransitionRecord]) -> int:
+        """How many of them the sample takes."""
+        return sum(map(self._lines.keeps, records))
 
     def _leave_out(self, records: tuple[TransitionRecord, ...]) -> None:
         records = tuple(filter(self._lines.keeps, records))
@@ -149,5 +168,7 @@ class TraceWriter:
 
     def _write(self, records: list[TransitionRecord]) -> None:
         self._lines.write(*records)
+        if not self._lines.is_open:
+            self._lost += self._kept(records)
         self._done += len(records)
         records.clear()

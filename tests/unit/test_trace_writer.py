@@ -203,17 +203,77 @@ def test_of_what_the_sample_leaves_out_nothing_is_missing(tmp_path: Path, stalle
     assert missing == [2]
 
 
-def test_a_trace_that_an_error_has_ended_takes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_trace_that_an_error_has_ended_takes_nothing_and_all_that_is_lost_counts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     lines = opened(tmp_path / "traces")
-    writer = TraceWriter(lines)
+    missing: list[int] = []
+    writer = TraceWriter(lines, on_missing=missing.append)
     (tmp_path / "traces").rmdir()
-    writer.write(record(0))
-    until(lambda: not lines.is_open)
-    for seq in range(1, 100):
+    writer.write(record(0), record(1))
+    until(lambda: writer._done == 2)
+    for seq in range(2, 100):
         writer.write(record(seq))
-    assert writer._put == 1
+    assert writer._put == 2
+    assert missing == [3, *[1] * 97]
     writer.close()
-    assert len([each for each in caplog.messages if "ends here" in each]) == 1
+    writer.write(record(100))
+    assert sum(missing) == 100
+    (said,) = [each for each in caplog.messages if "ends here" in each]
+    assert "nothing more is traced until this engine starts again" in said
+    assert "; what to do: free space or choose another trace_directory, and restart it" in said
+
+
+def test_of_what_is_lost_after_an_error_the_sample_counts(tmp_path: Path) -> None:
+    lines = opened(tmp_path / "traces", sample=0.0)
+    missing: list[int] = []
+    writer = TraceWriter(lines, on_missing=missing.append)
+    (tmp_path / "traces").rmdir()
+    peer = record(0, machine="peer", remote_request_id=None)
+    writer.write(peer, record(1))
+    until(lambda: writer._done == 2)
+    writer.write(record(2), peer, record(3))
+    assert missing == [2]
+    writer.write(record(4))
+    assert missing == [2]
+    writer.close()
+
+
+_FILLS_THE_DISK = """
+import resource, sys, time
+from connector.observe.trace_log import open_trace_log
+from connector.observe.trace_writer import TraceWriter
+from statemachine.trace import TransitionRecord
+import msgspec
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+record = msgspec.json.decode(sys.argv[2], type=TransitionRecord)
+lines = open_trace_log(sys.argv[1], engine_id="e", role="kv_both", rank=0)
+missing = []
+writer = TraceWriter(lines, on_missing=missing.append)
+seq = 0
+while lines.is_open:
+    writer.write(msgspec.structs.replace(record, seq=seq))
+    seq += 1
+    time.sleep(0.0001)
+while writer._done < writer._put:
+    time.sleep(0.01)
+writer.write(msgspec.structs.replace(record, seq=seq))
+print(seq + 1, sum(missing))
+"""
+
+
+def test_of_a_disk_that_is_full_every_record_is_in_the_trace_or_counts(tmp_path: Path) -> None:
+    """In a process of its own, whose files may not grow beyond a limit."""
+    command = [sys.executable, "-c", _FILLS_THE_DISK, str(tmp_path), msgspec.json.encode(record(0)).decode()]
+    ended = subprocess.run(
+        command, cwd=Path(__file__).parents[2], check=True, capture_output=True, text=True, timeout=250
+    )
+    written, missing = map(int, ended.stdout.split())
+    kept = len(read_trace(tmp_path))
+    # The lines of the write that failed count, also those of them that are in the file.
+    assert 0 <= kept + missing - written < trace_writer.RECORDS_PER_WRITE_MAX
+    assert kept > 50
+    assert missing > 0
 
 
 # --- what reads a trace with a gap ----------------------------------------------------------------------------------
