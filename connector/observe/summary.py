@@ -151,18 +151,22 @@ def summarize(histories: Sequence[History], stories: Sequence[Story]) -> Summary
     )
 
 
-def slow(stories: Iterable[Story], count: int) -> list[SlowRequest]:
-    """The requests that took longest on D, the slowest first: queue, peer, READ, proof, until vLLM could be told."""
-    found = [_slow_request(story) for story in stories if story.requests]
+def slow(stories: Iterable[Story], count: int, *, since_wall: float = -math.inf) -> list[SlowRequest]:
+    """The requests that took longest on D, the slowest first: queue, peer, READ, proof, until vLLM could be told.
+
+    `since_wall`: of those alone that have ended since then, or have not.
+    """
+    found = [_slow_request(story) for story in stories if story.requests and _reaches(story, since_wall)]
     return sorted(found, key=lambda each: -each.seconds)[:count]
 
 
-def failures(histories: Iterable[History]) -> list[FailureSummary]:
-    """By kind, the most frequent first. Every rank counts."""
+def failures(histories: Iterable[History], *, since_wall: float = -math.inf) -> list[FailureSummary]:
+    """Those since then by kind, the most frequent first. Every rank counts. The examples are the last ones in time."""
     groups: dict[tuple[str, str], list[FailureExample]] = {}
     for history in histories:
         for kind, example in _failures_of(history):
-            groups.setdefault((kind, history.machine), []).append(example)
+            if example.wall >= since_wall:
+                groups.setdefault((kind, history.machine), []).append(example)
     found = [
         FailureSummary(
             kind=kind,
@@ -172,7 +176,7 @@ def failures(histories: Iterable[History]) -> list[FailureSummary]:
             last_wall=max(each.wall for each in examples),
             peers=tuple(sorted({each.peer for each in examples if each.peer})),
             advice=WHAT_TO_DO.get(kind, ""),
-            examples=tuple(examples[:EXAMPLES_MAX]),
+            examples=tuple(sorted(examples, key=lambda each: each.wall)[-EXAMPLES_MAX:]),
         )
         for (kind, machine), examples in groups.items()
     ]
@@ -275,6 +279,11 @@ def _peers(histories: Sequence[History]) -> tuple[PeerSummary, ...]:
             )
         )
     return tuple(found)
+
+
+def _reaches(story: Story, since_wall: float) -> bool:
+    """Whether some rank of D has not ended, or has since then."""
+    return any(not each.is_over or each.records[-1].wall >= since_wall for each in story.requests)
 
 
 def _slow_request(story: Story) -> SlowRequest:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from connector.observe.durations import duration
+from connector.observe.durations import duration, parse_duration
 
 
 @pytest.mark.parametrize(
@@ -37,3 +37,17 @@ def test_it_has_three_digits_and_the_unit_that_people_would_take(seconds: float,
 
 def test_who_compares_durations_gets_more_digits() -> None:
     assert [duration(each, 4) for each in (0.012_345, 12.345, 75.0)] == ["12.35 ms", "12.35 s", "1 min 15 s"]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 90), ("90s", 90), ("1.5 h", 5400), ("15m", 900), ("15min", 900), (" 1h ", 3600), ("2d", 172_800)],
+)
+def test_what_people_write_is_read(text: str, seconds: float) -> None:
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "h", "-1h", "1y", "1h30", "1 h 30 min", "nan", "inf", "1e3"])
+def test_what_is_no_duration_is_refused_with_what_to_write(text: str) -> None:
+    with pytest.raises(ValueError, match="as in 1h"):
+        parse_duration(text)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections import Counter
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +171,40 @@ def test_failures_are_grouped_with_examples_and_advice(faulty: Path) -> None:
     lines = text.splitlines()
     assert all(each["kind"] in text for each in found)
     assert all(f"  what to do: {each['advice']}" in lines for each in found)
+
+
+def failed_at(*walls: float) -> list[TransitionRecord]:
+    """A request each that failed then."""
+    ended = next(each for each in faulty_run() if each.machine == "request" and each.reason)
+    one = [each for each in faulty_run() if (each.machine, each.subject) == (ended.machine, ended.subject)]
+    return [
+        msgspec.structs.replace(each, subject=f"r-{number}", wall=wall, seq=number * len(one) + at)
+        for number, wall in enumerate(walls)
+        for at, each in enumerate(one)
+    ]
+
+
+def test_the_examples_are_the_last_ones_with_their_dates(tmp_path: Path) -> None:
+    begun = 1_790_000_000.25
+    write_run(tmp_path, failed_at(*(begun + 3600 * late for late in (4, 0, 3, 1, 2))))
+    (found,) = as_json("failures", tmp_path)
+    assert [each["subject"] for each in found["examples"]] == ["r-4", "r-2", "r-0"]
+    assert found["first_wall"] == begun
+    text = run("failures", tmp_path)
+    last = datetime.fromtimestamp(begun + 4 * 3600).astimezone().isoformat(" ", "milliseconds")
+    assert f"  {last} r-0: " in text
+    assert f" to {last}" in text
+
+
+def test_what_is_older_can_be_left_out(tmp_path: Path) -> None:
+    now = time.time()
+    write_run(tmp_path, failed_at(now - 7200, now - 1800, now - 60))
+    counts = {since: as_json("failures", tmp_path, "--since", since)[0]["count"] for since in ("1d", "1h", "120s")}
+    assert counts == {"1d": 3, "1h": 2, "120s": 1}
+    assert run("failures", tmp_path, "--since", "1s") == "nothing has failed\n"
+    assert {each["request_id"] for each in as_json("slow", tmp_path, "--since", "1h")} == {"r-1", "r-2"}
+    assert "no request on D of that time" in run("slow", tmp_path, "--since", "1s", status=1)
+    assert "as in 1h" in run("failures", tmp_path, "--since", "soon", status=2)
 
 
 def test_an_answer_that_was_lent_back_and_not_read_is_no_failure(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from connector.observe.cli.output import say, say_json, time_of_day
+from connector.observe.cli.output import say, say_json, wall_clock
 
 if TYPE_CHECKING:
     from connector.observe.asking import Address
@@ -315,7 +315,7 @@ def _print_explanation(each: Explanation, now: float | None) -> None:
     if each.since_seconds is not None:
         since = f", for {_age(each.since_seconds)}"
     elif each.since_wall is not None:
-        since = f", since {_wall_clock(each.since_wall)}"
+        since = f", since {wall_clock(each.since_wall)}"
         since += f", {_age(now - each.since_wall)} ago" if now is not None else ""
     waits = f", waits for {each.waits_for}" if each.waits_for else ""
     until = f", until {_age(each.until_seconds)} from now at the latest" if each.until_seconds is not None else ""
@@ -325,7 +325,7 @@ def _print_explanation(each: Explanation, now: float | None) -> None:
     for fact in each.facts:
         say(f"  also      {fact}")
     for line in each.happened[:1]:
-        say(f"  happened  from {_wall_clock(line.wall)} on")
+        say(f"  happened  from {wall_clock(line.wall)} on")
     for line in each.happened:
         say(f"  {line.offset_seconds:+9.3f} s  {line.side}  {line.what}")
     say(f"  next      {each.next}")
@@ -371,11 +371,6 @@ def _as_data(found: Survey) -> dict[str, Any]:
 
 def _where(each: Explanation) -> str:
     return f"{each.side} ({each.engine_id}" + (f" rank {each.rank})" if each.rank is not None else ")")
-
-
-def _wall_clock(wall: float) -> str:
-    found = time_of_day(wall)
-    return f"{wall:.3f} (Unix time)" if found is None else found.isoformat(" ", "milliseconds")
 
 
 def _age(seconds: float | None) -> str:

@@ -26,12 +26,12 @@ def plain(value: object) -> str:
     return shorten(str(value), LINE_LENGTH_MAX)
 
 
-def time_of_day(wall: float) -> datetime | None:
-    """Unix time as it is here; None where no calendar has it, which a damaged trace may say."""
+def wall_clock(wall: float) -> str:
+    """Unix time as date and time here; as a number where no calendar has it, which a damaged trace may say."""
     try:
-        return datetime.fromtimestamp(wall, UTC).astimezone()
+        return datetime.fromtimestamp(wall, UTC).astimezone().isoformat(" ", "milliseconds")
     except (ValueError, OverflowError, OSError):
-        return None
+        return f"{wall:.3f} (Unix time)"
 
 
 def say(line: object, **style: Any) -> None:

@@ -6,8 +6,10 @@ Exit status: 0; 1 when nothing was found, or `check` has findings; 2 when the tr
 from __future__ import annotations
 
 import gc
+import math
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from connector.observe.cli.output import plain, say, say_json, time_of_day
+from connector.observe.cli.output import plain, say, say_json, wall_clock
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,6 +51,26 @@ Directory = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
+
+
+def _seconds(text: str) -> float:
+    from connector.observe.durations import parse_duration
+
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+Since = Annotated[
+    float | None,
+    typer.Option(
+        "--since",
+        metavar="DURATION",
+        parser=_seconds,
+        help="Only what has ended since then, or has not: 1h is the last hour. Units: s, min, h, d.",
+    ),
+]
 
 
 @dataclass
@@ -263,17 +285,19 @@ def _moment(moment: Any) -> dict[str, Any]:
 def slow(
     directory: Directory,
     count: Annotated[int, typer.Option("--number", "-n", min=1, help="How many.")] = 10,
+    since: Since = None,
     json: AsJson = False,
 ) -> None:
     """The requests that waited longest on D, and the state that cost the time."""
     from connector.observe.summary import slow as find_slow
 
-    found = find_slow(_read(directory).stories, count)
+    found = find_slow(_read(directory).stories, count, since_wall=_wall(since))
     if json:
         say_json(found)
         return
     if not found:
-        _fail("no request on D is in these traces; are those of the decode engine there?", NOTHING_FOUND)
+        then = " of that time" if since is not None else ""
+        _fail(f"no request on D{then} is in these traces; are those of the decode engine there?", NOTHING_FOUND)
     table = _table(
         f"the slowest {len(found)} requests",
         "request on D",
@@ -293,16 +317,21 @@ def slow(
     _line(console, command)
 
 
+def _wall(since: float | None) -> float:
+    """The Unix time that was so many seconds ago."""
+    return -math.inf if since is None else time.time() - since
+
+
 def _parts(each: SlowRequest) -> str:
     return ", ".join(f"{state} {_duration(seconds)}" for state, seconds in each.parts)
 
 
 @app.command()
-def failures(directory: Directory, json: AsJson = False) -> None:
-    """What went wrong, by kind: how often, with whom, examples, and what to do."""
+def failures(directory: Directory, since: Since = None, json: AsJson = False) -> None:
+    """What went wrong, by kind: how often, with whom, the last examples, and what to do."""
     from connector.observe.summary import failures as find_failures
 
-    found = find_failures(_read(directory).histories)
+    found = find_failures(_read(directory).histories, since_wall=_wall(since))
     if json:
         say_json(found)
         return
@@ -311,12 +340,12 @@ def failures(directory: Directory, json: AsJson = False) -> None:
         console.print("nothing has failed")
     for each in found:
         peers = f" with {', '.join(each.peers)}" if each.peers else ""
-        from_to = f"{_clock_time(each.first_wall)} to {_clock_time(each.last_wall)}"
+        from_to = f"{wall_clock(each.first_wall)} to {wall_clock(each.last_wall)}"
         console.print(_text(each.kind, "bold"), _text(f"{each.count} x, of {each.of}s, {from_to}{peers}"))
         if each.advice:
             _line(console, f"  what to do: {each.advice}")
         for example in each.examples:
-            _line(console, f"  {_clock_time(example.wall)} {example.subject}: {example.detail or each.kind}")
+            _line(console, f"  {wall_clock(example.wall)} {example.subject}: {example.detail or each.kind}")
 
 
 # --- the machines' word ---------------------------------------------------------------------------------------------
@@ -437,8 +466,3 @@ def _amount(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
-
-
-def _clock_time(wall: float) -> str:
-    found = time_of_day(wall)
-    return f"{wall:.3f}" if found is None else found.strftime("%H:%M:%S.%f")[:-3]
