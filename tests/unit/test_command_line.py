@@ -300,7 +300,9 @@ def test_ps_says_of_how_many_blocks_some_are_lent(
     assert row[begin : header.index("READs")].strip() == shown
 
 
-def test_ps_that_watches_prints_an_object_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that `ps --watch` looks at three times."""
     looks = iter([None, None])
 
     def sleep(_: float) -> None:
@@ -309,6 +311,19 @@ def test_ps_that_watches_prints_an_object_a_line(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("connector.observe.cli.live._survey_everything", lambda *_: Survey([engine("D")]))
     monkeypatch.setattr("connector.observe.cli.live.time.sleep", sleep)
+
+
+@pytest.mark.usefixtures("watched")
+def test_ps_that_watches_without_a_terminal_prints_the_tables_again_and_again() -> None:
+    said = runner.invoke(app, ["ps", "--watch"]).output
+    looks = re.split(r"^--- \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}\S*\n", said, flags=re.MULTILINE)
+    assert looks[0] == ""
+    assert len(looks) == 4
+    assert all(re.match(r"Engines *\nengine .*\nD/0 ", look) for look in looks[1:])
+
+
+@pytest.mark.usefixtures("watched")
+def test_ps_that_watches_prints_an_object_a_line() -> None:
     lines = runner.invoke(app, ["ps", "--watch", "--json"]).output.splitlines()
     assert [msgspec.json.decode(line)["engines"][0]["engine_id"] for line in lines] == ["D"] * 3
 

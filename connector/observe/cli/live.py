@@ -149,34 +149,37 @@ def ps(
 ) -> None:
     """What lives now: peers, requests, leases and who holds them, READs, quarantined blocks."""
     addresses, access = _addresses(engines, engine), access_of(keys)
+    from rich.console import Console, Group
+
+    from connector.observe.cli.tables import tables
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=PIPE_COLUMNS)  # nobody folds what goes into a file
     if not watch:
         found = _survey_everything(addresses, timeout, access)
         if json:
             _print_json(_as_data(found))
         else:
-            from rich.console import Console
-
-            from connector.observe.cli.tables import tables
-
-            console = Console()
-            if not console.is_terminal:
-                console = Console(width=PIPE_COLUMNS)  # nobody folds what goes into a file
             console.print(*tables(found), sep="\n")
         raise typer.Exit(0 if any(each.answers for each in found.engines) else UNASKED)
-    from rich.console import Group
     from rich.live import Live as Screen
-
-    from connector.observe.cli.tables import tables
 
     with contextlib.ExitStack() as stack:
         try:
-            screen = None if json else stack.enter_context(Screen(screen=True, auto_refresh=False))
+            on_screen = console.is_terminal and not json
+            screen = (
+                stack.enter_context(Screen(console=console, screen=True, auto_refresh=False)) if on_screen else None
+            )
             while True:
                 found = _survey_everything(addresses, timeout, access)
-                if screen is None:
+                if json:
                     _print_json(_as_data(found), is_one_of_many=True)
-                else:
+                elif screen is not None:
                     screen.update(Group(*tables(found)), refresh=True)
+                else:
+                    say(f"--- {wall_clock(time.time())}")
+                    console.print(*tables(found), sep="\n")
                 time.sleep(interval)
         except* KeyboardInterrupt:  # in a group if it came while engines were asked, which trio does
             pass
