@@ -49,6 +49,8 @@ ADVICE_LENGTH_MAX = 600
 TEXT_LENGTH_MAX = 1900
 """Longest texts of one line, in characters. The last one has room for a sentence with what to do, and an engine."""
 
+_NAMES_ENGINES = f"{ADVICE_FOLLOWS}nixl-actor ps names the engines whose READs do not end"
+
 
 class FailureLog:
     """One warning per failure: kind, subject, sentence, what to do. For use by one thread; called with a subject and
@@ -161,6 +163,7 @@ class EventLog:
                 f"and quarantine_limit allows {limit_blocks}: from now on nothing is read from any engine, so that the "
                 "pool does not drain. Requests whose KV is elsewhere fail at once (QuarantineFull; what that means is "
                 "up to kv_load_failure_policy), all others are served. Another line says when blocks have come back"
+                f"{_NAMES_ENGINES}"
             )
             self.write("quarantine full", text, logging.WARNING)
         else:
@@ -169,7 +172,8 @@ class EventLog:
 
     def kept_aside(self, blocks: int) -> None:
         """On D's scheduler side: so many blocks are in quarantine from this step on."""
-        self.write("quarantined", f"{blocks} blocks are quarantined until their READs have ended", logging.WARNING)
+        what = f"{blocks} blocks are quarantined until their READs have ended"
+        self.write("quarantined", f"{what}{_NAMES_ENGINES}", logging.WARNING)
 
     def given_back(self, blocks: int) -> None:
         """So many have come back with this step."""
