@@ -23,7 +23,8 @@ And between D and P, where nothing but the order of what one has heard from the 
 A lease that D calls by its request id alone is compared with none of P's: which one is meant is a guess where records
 of P are missing, and a guess finds no mistake.
 
-Sampling and rotation leave gaps, and so does a file system that does not keep up, anywhere in a file. Then what began
+Sampling and rotation leave gaps, and so do a damaged line and a file system that does not keep up, anywhere in a file.
+Then what began
 before the first record that is left, or that follows such a gap, is taken as it is found, and nothing is concluded from
 what is missing: of an engine that requests describe by unlike sizes there may be a peer, and holds, that were made
 before.
@@ -53,16 +54,18 @@ Located: TypeAlias = tuple[Path | None, int, TransitionRecord]
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A record that the machines do not allow, and why."""
+    """A record that the machines do not allow, and why; or a line that is damaged, which has none."""
 
     path: Path | None
     line: int
-    record: TransitionRecord
+    record: TransitionRecord | None
     problem: str
 
     def __str__(self) -> str:
         record = self.record
         place = f"{self.path}:{self.line}" if self.path is not None else f"record {self.line}"
+        if record is None:
+            return f"{place}: {self.problem}"
         who = f"{record.engine_id} rank {record.rank}"
         step = f"{record.machine} {record.subject}: {record.from_state} -> {record.to_state} ({record.event})"
         return f"{place}: {who}, {step}: {self.problem}"
@@ -82,8 +85,14 @@ class Verdict:
 def check(processes: Iterable[ProcessTrace]) -> Verdict:
     """Check what was read from files."""
     lives: list[_Life] = []
+    damaged: list[Finding] = []
     missing = 0
     for process in processes:
+        damaged += [
+            Finding(path=file.path, line=line, record=None, problem=f"this line is damaged: {reason}")
+            for file in process.files
+            for line, reason in file.damaged
+        ]
         missing += sum(gap.missing for file in process.files for _, gap in file.gaps)
         lives += _lives(
             _located(process),
@@ -91,7 +100,7 @@ def check(processes: Iterable[ProcessTrace]) -> Verdict:
             is_one=process.header is not None,
             after_gaps=_first_after_gaps(process),
         )
-    return _verdict(lives, missing)
+    return _verdict(lives, missing, damaged)
 
 
 def check_records(records: Iterable[TransitionRecord], *, is_whole: bool = True) -> Verdict:
@@ -124,7 +133,7 @@ def _first_after_gaps(process: ProcessTrace) -> frozenset[tuple[Path | None, int
     found: set[tuple[Path | None, int]] = set()
     is_after = False
     for file in process.files:
-        gaps = deque(line for line, _ in file.gaps)
+        gaps = deque(file.holes)
         for line, _ in file.located() if gaps or is_after else ():
             while gaps and gaps[0] < line:
                 gaps.popleft()
@@ -160,11 +169,11 @@ def _lives(
     return found
 
 
-def _verdict(lives: list[_Life], missing: int = 0) -> Verdict:
+def _verdict(lives: list[_Life], missing: int = 0, damaged: Iterable[Finding] = ()) -> Verdict:
     checks = [_ProcessCheck(life) for life in lives]
     for each in checks:
         each.run()
-    findings = [finding for each in checks for finding in each.findings]
+    findings = [*damaged, *(finding for each in checks for finding in each.findings)]
     findings += _between(checks)
     return Verdict(
         processes=len(lives),

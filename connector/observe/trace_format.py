@@ -29,6 +29,8 @@ SCHEMA = 1
 HEADER_START = b'{"schema":'
 GAP_START = b'{"missing":'
 """In no other line: a text has its quotation marks escaped."""
+RECORD_START = b'{"seq":'
+"""As records are written here; a tool may have put them in another form."""
 
 _FILE_NAME = re.compile(r"(?P<stem>.+?)(?:\.(?P<part>\d+))?\.jsonl")
 
@@ -159,17 +161,13 @@ def expressible(value: Any) -> Any:
     return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 
-def decode_records(path: Path, first: int, lines: bytes) -> list[TransitionRecord]:
-    """The records in `lines`, which lack the end of the last line. `first`: number of the first line, from which errors
-    count. Raises TraceFileError."""
+def decode_records(lines: bytes) -> list[TransitionRecord] | None:
+    """The records in `lines`, which lack the end of the last line. None: not every line is one."""
     try:
         records = _decoder.decode_lines(lines)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        records = []
-    if len(records) == lines.count(b"\n") + 1:
-        return records
-    # One by one, to say which line is wrong: it does not decode, or it is empty, and was skipped.
-    return [decode_record(path, number, line) for number, line in enumerate(lines.split(b"\n"), start=first)]
+        return None
+    return records if len(records) == lines.count(b"\n") + 1 else None  # an empty one is skipped
 
 
 def decode_record(path: Path, number: int, line: bytes) -> TransitionRecord:

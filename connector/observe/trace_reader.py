@@ -16,7 +16,9 @@ from connector.observe.log import get_logger
 from connector.observe.trace_format import (
     GAP_START,
     HEADER_START,
+    RECORD_START,
     FileHeader,
+    TraceFileError,
     TraceGap,
     decode_gap,
     decode_header,
@@ -33,10 +35,11 @@ class TraceFile(msgspec.Struct, frozen=True, kw_only=True):
     """One file.
 
     Attributes:
-        header: None in an excerpt.
+        header: None in an excerpt, and where it is damaged.
         torn_bytes: length of a last line without an end, which is not among the records.
         places: of the records among the lines behind the header, where some of these are left out; None: all are here.
         gaps: where records were not written: numbers of lines, from 1, and what stands there.
+        damaged: lines that are neither, and are left out: their numbers, and what is wrong.
     """
 
     path: Path
@@ -45,6 +48,12 @@ class TraceFile(msgspec.Struct, frozen=True, kw_only=True):
     torn_bytes: int
     places: tuple[int, ...] | None = None
     gaps: tuple[tuple[int, TraceGap], ...] = ()
+    damaged: tuple[tuple[int, str], ...] = ()
+
+    @property
+    def holes(self) -> list[int]:
+        """The lines in whose place records are missing, in order."""
+        return sorted(line for line, _ in (*self.gaps, *self.damaged))
 
     def located(self) -> Iterator[tuple[int, TransitionRecord]]:
         """The records with the numbers of their lines, from 1."""
@@ -68,7 +77,7 @@ class ProcessTrace(NamedTuple):
     def is_whole(self) -> bool:
         """Whether every transition of the process, from its first one, is here."""
         return all(
-            file.header is not None and file.header.part == part and file.header.sample == 1.0 and not file.gaps
+            file.header is not None and file.header.part == part and file.header.sample == 1.0 and not file.holes
             for part, file in enumerate(self.files)
         )
 
@@ -79,26 +88,33 @@ class ProcessTrace(NamedTuple):
 
 
 def read_trace_file(path: Path) -> TraceFile:
-    """One file. Raises OSError, TraceFileError and TraceSchemaError."""
+    """One file. Raises OSError, TraceFileError where it has lines and none is a record, and TraceSchemaError."""
     header, start, whole, end, torn = _split(path)
-    if GAP_START in whole:
-        return _read_with_gaps(path)
-    records = decode_records(path, start + 1, whole) if end else []
-    return TraceFile(path=path, header=header, records=records, torn_bytes=len(torn))
-
-
-def _read_with_gaps(path: Path) -> TraceFile:
-    header, start, whole, _, torn = _split(path)
-    places, lines, gaps = [], [], []
+    if not end:
+        return TraceFile(path=path, header=header, records=[], torn_bytes=len(torn))
+    if GAP_START not in whole and (all_records := decode_records(whole)) is not None:
+        return TraceFile(path=path, header=header, records=all_records, torn_bytes=len(torn))
+    places, records, gaps, damaged = [], [], [], []
     for place, line in enumerate(whole.split(b"\n")):
-        if line.startswith(GAP_START):
-            gaps.append((start + place + 1, decode_gap(path, start + place + 1, line)))
-        else:
-            places.append(place)
-            lines.append(line)
-    records = [decode_record(path, start + place + 1, line) for place, line in zip(places, lines, strict=True)]
+        number = start + place + 1
+        try:
+            if line.startswith(GAP_START):
+                gaps.append((number, decode_gap(path, number, line)))
+            else:
+                records.append(decode_record(path, number, line))
+                places.append(place)
+        except TraceFileError as error:
+            damaged.append(error)
+    if damaged and not records:
+        raise damaged[0]
     return TraceFile(
-        path=path, header=header, records=records, torn_bytes=len(torn), places=tuple(places), gaps=tuple(gaps)
+        path=path,
+        header=header,
+        records=records,
+        torn_bytes=len(torn),
+        places=tuple(places),
+        gaps=tuple(gaps),
+        damaged=tuple((error.line, error.reason) for error in damaged),
     )
 
 
@@ -109,9 +125,10 @@ def _split(path: Path) -> tuple[FileHeader | None, int, bytes, bytes, bytes]:
     header, start = None, 0
     if whole.startswith(HEADER_START):
         first, _, rest = whole.partition(b"\n")
-        header, whole, start = decode_header(path, first), rest, 1
-        if not rest:
-            end = b""
+        with contextlib.suppress(TraceFileError):  # then it is a damaged line among the others
+            header, whole, start = decode_header(path, first), rest, 1
+            if not rest:
+                end = b""
     return header, start, whole, end, torn
 
 
@@ -131,9 +148,9 @@ def read_processes(directory: str | Path) -> list[ProcessTrace]:
     """What each process wrote that traced to `directory`, which may be a single file of any name too.
 
     A line that its process was still writing, or was killed in, is left out; a log line says in how many files that
-    was so.
+    was so. So is a line that is damaged; a log line says of each file how many are, and which is the first.
 
-    Raises OSError; TraceFileError when a whole line is not a transition record; TraceSchemaError.
+    Raises OSError; TraceFileError when no line of a file is a transition record; TraceSchemaError.
     """
     processes = _read_processes(directory, read_trace_file)
     _warn_of_gaps(processes, directory)
@@ -145,6 +162,11 @@ def _warn_of_gaps(processes: Iterable[ProcessTrace], directory: str | Path) -> N
     torn_files = sum(file.torn_bytes > 0 for process in processes for file in process.files)
     if torn_files:
         get_logger().warning("left out the unfinished last line of %d trace file(s) in %s", torn_files, directory)
+    for file in (file for process in processes for file in process.files if file.damaged):
+        line, reason = file.damaged[0]
+        get_logger().warning(
+            "left out %d damaged line(s) of %s: the first is line %d: %s", len(file.damaged), file.path, line, reason
+        )
     for file in (file for process in processes for file in process.files if file.gaps):
         line, first = file.gaps[0]
         get_logger().warning(
@@ -208,8 +230,8 @@ def read_trace_about(directory: str | Path, text: str) -> list[TransitionRecord]
     """Read what bears on requests with `text` in an id: all records that name such an id or the one on the other side,
     and those of connections. There may be others among them. For the rest see `read_trace`.
 
-    Lines are chosen by their bytes and only these are decoded, so a line that is not a record is found only where it is
-    one of them, or the first of its file.
+    Lines are chosen by their bytes and only these are decoded, so a damaged line is found only where it is one of them,
+    the first of its file, or does not begin and end as lines do.
     """
     found = _read_with(directory, [_as_written(text)])
     names = {
@@ -242,21 +264,33 @@ def _read_file_with(path: Path, needles: Sequence[bytes]) -> TraceFile:
     header, start, whole, end, torn = _split(path)
     if not end:
         return TraceFile(path=path, header=header, records=[], torn_bytes=len(torn))
-    first = whole.partition(b"\n")[0]
-    if first.startswith(GAP_START):
+    if not _looks_as_written(whole):
         return read_trace_file(path)
-    if render_line(decode_record(path, start + 1, first)) != first:
-        return read_trace_file(path)  # not as it was written: a tool has put it in another form, or a later version
     records, gaps = [], []
     number, counted = start + 1, 0
-    for begin, after in _lines_with(whole, [*needles, GAP_START]):
-        number, counted = number + whole.count(b"\n", counted, begin), begin
-        line = whole[begin:after]
-        if line.startswith(GAP_START):
-            gaps.append((number, decode_gap(path, number, line)))
-        else:
-            records.append(decode_record(path, number, line))
+    try:
+        for begin, after in _lines_with(whole, [*needles, GAP_START]):
+            number, counted = number + whole.count(b"\n", counted, begin), begin
+            line = whole[begin:after]
+            if line.startswith(GAP_START):
+                gaps.append((number, decode_gap(path, number, line)))
+            else:
+                records.append(decode_record(path, number, line))
+    except TraceFileError:
+        return read_trace_file(path)
     return TraceFile(path=path, header=header, records=records, torn_bytes=len(torn), gaps=tuple(gaps))
+
+
+def _looks_as_written(lines: bytes) -> bool:
+    """False: a tool, or a later version, has put them in another form; or a line is damaged. Looks at the whole first
+    line, and at how the others begin and end."""
+    first = lines.partition(b"\n")[0]
+    records = decode_records(first)
+    if not records or render_line(records[0]) != first:
+        return False
+    others = lines.count(b"\n")
+    begun = lines.count(b"\n" + RECORD_START) + lines.count(b"\n" + GAP_START)
+    return begun == others and lines.count(b"}\n") == others and lines.endswith(b"}")
 
 
 def _lines_with(lines: bytes, needles: Sequence[bytes]) -> list[tuple[int, int]]:

@@ -245,6 +245,23 @@ def test_check_names_file_and_line_and_says_so_by_its_status(calm: Path, tmp_pat
     assert json.loads(result.output)["findings"][0]["record"]["event"] == "PeerReady"
 
 
+def test_one_damaged_line_takes_nothing_else_away(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """`check` names it, and concludes nothing from what stood there."""
+    write_run(tmp_path, calm_run())
+    path = max(tmp_path.iterdir(), key=lambda each: each.stat().st_size)
+    lines = path.read_bytes().split(b"\n")
+    lines[len(lines) // 2] = b"\0" * 300
+    path.write_bytes(b"\n".join(lines))
+    named = f"left out 1 damaged line(s) of {path}: the first is line {len(lines) // 2 + 1}: "
+    assert as_json("summary", tmp_path)["records"] == len(calm_run()) - 1
+    assert any(each.startswith(named) for each in caplog.messages)
+    text = run("check", tmp_path, status=1)
+    assert text.startswith(f"{path}:{len(lines) // 2 + 1}: this line is damaged: ")
+    assert text.endswith(": 1 finding(s)\n")
+    (finding,) = json.loads(run("check", tmp_path, "--json", status=1))["findings"]
+    assert finding["record"] is None
+
+
 def test_what_cannot_be_read_is_said_in_one_line(tmp_path: Path) -> None:
     assert run("summary", tmp_path, status=1).endswith("no trace file is there: their names end in .jsonl\n")
     (tmp_path / "a.jsonl").touch()

@@ -29,6 +29,7 @@ from connector import DISTRIBUTION
 from connector.clock import BootClock
 from connector.config import ConnectorOptions
 from connector.observe import trace_log
+from connector.observe.conformance import check
 from connector.observe.explanation import Live, explain, find
 from connector.observe.history import histories, stories
 from connector.observe.log import get_logger
@@ -459,10 +460,27 @@ def test_a_torn_last_line_is_left_out_and_counted(tmp_path: Path, errors: list[s
 
 
 @pytest.mark.parametrize("bad", [b"{}", b"", b"\xff", b"[" * 100_000, b'{"seq": "1"}'])
-def test_a_whole_line_that_is_no_record_is_named(tmp_path: Path, bad: bytes) -> None:
+def test_a_whole_line_that_is_no_record_is_left_out_and_named(tmp_path: Path, bad: bytes, errors: list[str]) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_bytes(render_line(FULL) + b"\n" + bad + b"\n")
-    with pytest.raises(TraceFileError, match="line 2") as caught:
+    second = record(seq=8)
+    path.write_bytes(b"\n".join([render_line(FULL), bad, render_line(second), bad, b""]))
+    assert read_trace(tmp_path) == [FULL, second] == read_trace_about(tmp_path, FULL.subject)
+    assert len(errors) == (1 if bad.startswith(b'{"seq"') else 2)  # one that looks like a line, who decodes all finds
+    for said in errors:
+        assert said.startswith(f"left out 2 damaged line(s) of {path}: the first is line 2: ")
+    file = read_trace_file(path)
+    assert [line for line, _ in file.located()] == [1, 3]
+    assert file.holes == [2, 4]
+    verdict = check(read_processes(tmp_path))
+    assert [finding.line for finding in verdict.findings if finding.record is None] == [2, 4]
+    assert str(verdict.findings[0]).startswith(f"{path}:2: this line is damaged: ")
+
+
+@pytest.mark.parametrize("bad", [b"{}", b"", b"\xff", b"nonsense"])
+def test_a_file_that_has_no_record_is_refused(tmp_path: Path, bad: bytes) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(bad + b"\n")
+    with pytest.raises(TraceFileError, match="line 1") as caught:
         read_trace(tmp_path)
     assert caught.value.path == path
 
@@ -595,10 +613,12 @@ def test_a_later_schema_is_refused_with_what_to_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", [b'{"schema":1}', b'{"schema":"one"}', b'{"schema":'])
-def test_a_damaged_header_is_named(tmp_path: Path, bad: bytes) -> None:
+def test_a_damaged_header_is_named(tmp_path: Path, bad: bytes, errors: list[str]) -> None:
     (tmp_path / "a.jsonl").write_bytes(bad + b"\n" + render_line(FULL) + b"\n")
-    with pytest.raises(TraceFileError, match="line 1"):
-        read_trace(tmp_path)
+    assert read_trace(tmp_path) == [FULL]
+    assert "the first is line 1: " in errors[0]
+    (process,) = read_processes(tmp_path)
+    assert not process.is_whole
 
 
 def test_fields_of_a_version_to_come_are_skipped_and_those_it_lacks_are_null(tmp_path: Path) -> None:
@@ -678,17 +698,20 @@ def test_a_trace_that_a_tool_has_written_anew_is_read_as_a_whole(faulty: Path, t
         assert explained[0] == explained[1]
 
 
-def test_of_lines_about_a_request_the_wrong_one_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_of_lines_about_a_request_the_damaged_one_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     second = record(seq=8)
-    lines = [render_line(FULL), b"nonsense", render_line(second), b'{"subject":"' + FULL.subject.encode() + b'"}']
+    # The last one looks as it was written, so it is found because it names the request.
+    lines = [render_line(FULL), b"nonsense", render_line(second), b'{"seq":"' + FULL.subject.encode() + b'"}']
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\n".join([*lines[:3], b"torn"]))
     with caplog.at_level(logging.WARNING):
         assert read_trace_about(tmp_path, FULL.subject) == [FULL, second]
     assert len([each for each in caplog.messages if "unfinished last line of 1" in each]) == 1
-    path.write_bytes(b"\n".join([*lines, b""]))
-    with pytest.raises(TraceFileError, match="line 4"):
-        read_trace_about(tmp_path, FULL.subject)
+    assert len([each for each in caplog.messages if "1 damaged line(s)" in each and "line 2" in each]) == 1
+    path.write_bytes(b"\n".join([lines[0], *lines[2:], b""]))
+    with caplog.at_level(logging.WARNING):
+        assert read_trace_about(tmp_path, FULL.subject) == [FULL, second]
+    assert len([each for each in caplog.messages if "1 damaged line(s)" in each and "line 3" in each]) == 1
     path.write_bytes(b"nonsense\n")
     with pytest.raises(TraceFileError, match="line 1"):
         read_trace_about(tmp_path, "x")

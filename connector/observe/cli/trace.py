@@ -374,7 +374,7 @@ def check(directory: Directory, json: AsJson = False) -> None:
             say(finding)
         if len(verdict.findings) > FINDINGS_SHOWN:
             say(f"and {len(verdict.findings) - FINDINGS_SHOWN} more")
-        result = f"{len(verdict.findings)} that the machines do not allow" if verdict.findings else "all allowed"
+        result = f"{len(verdict.findings)} finding(s)" if verdict.findings else "all allowed"
         missing = f"; {verdict.missing} are missing" if verdict.missing else ""
         say(f"{verdict.records} records of {verdict.processes} process(es): {result}{missing}")
     if verdict.findings:
