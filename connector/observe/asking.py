@@ -82,12 +82,20 @@ def parse_address(text: str) -> Address:
 
 def chosen_addresses(named: Sequence[str], environment: Mapping[str, str] = os.environ) -> list[Address]:
     """Those named, else those in NIXL_ACTOR_ENGINES (separated by commas or spaces), else the side channel that this
-    environment would give an engine. One that is named twice is there twice. Raises AddressError."""
-    texts = list(named) or environment.get(ENGINES_VARIABLE, "").replace(",", " ").split()
-    if texts:
+    environment would give an engine. One that is named twice is there twice. Raises AddressError, which names a
+    variable that is wrong."""
+    if named:
+        return [parse_address(each) for each in named]
+    if texts := environment.get(ENGINES_VARIABLE, "").replace(",", " ").split():
+        source = ENGINES_VARIABLE
+    else:
+        source = f"{HOST_VARIABLE} and {PORT_VARIABLE}"
+        port = environment.get(PORT_VARIABLE, str(DEFAULT_PORT))
+        texts = [join_address(environment.get(HOST_VARIABLE) or "127.0.0.1", port)]
+    try:
         return [parse_address(each) for each in texts]
-    port = environment.get(PORT_VARIABLE, str(DEFAULT_PORT))
-    return [parse_address(join_address(environment.get(HOST_VARIABLE) or "127.0.0.1", port))]
+    except AddressError as error:
+        raise AddressError(f"in the environment, {source}: {error}") from None
 
 
 def tool_access(directory: str | None) -> Access:

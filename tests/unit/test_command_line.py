@@ -382,6 +382,22 @@ def test_which_engines_are_asked(named: list[str], environment: dict[str, str], 
     assert chosen_addresses(named, environment) == expected
 
 
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"NIXL_ACTOR_ENGINES": "a:b c"}, "NIXL_ACTOR_ENGINES: 'a:b' is not HOST:PORT"),
+        ({"VLLM_NIXL_SIDE_CHANNEL_PORT": "p"}, "VLLM_NIXL_SIDE_CHANNEL_PORT: '127.0.0.1:p' is not HOST:PORT"),
+        ({"VLLM_NIXL_SIDE_CHANNEL_HOST": "h" * 300}, "VLLM_NIXL_SIDE_CHANNEL_HOST and "),
+    ],
+)
+def test_a_variable_that_is_wrong_is_named(variables: dict[str, str], said: str) -> None:
+    answer = runner.invoke(app, ["ps"], env={"NIXL_ACTOR_ENGINES": None, "COLUMNS": "400", **variables})
+    assert answer.exit_code == 2
+    assert said in answer.output
+    with pytest.raises(AddressError, match=r"^'a:b' is not HOST:PORT"):  # what was typed needs no name
+        chosen_addresses(["a:b"], variables)
+
+
 def test_on_the_other_side_the_ids_of_the_request_that_is_meant_are_looked_for() -> None:
     """More requests have ids that begin alike than are looked for at once."""
 
