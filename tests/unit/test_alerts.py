@@ -170,7 +170,7 @@ def test_the_example_of_a_configuration_is_one() -> None:
 @pytest.mark.parametrize("name", RULES)
 def test_an_alert_leads_to_its_entry_in_the_runbook(name: str) -> None:
     rule = RULES[name]
-    assert rule["annotations"]["runbook"] == f"docs/operations/runbook.md#{name.lower()}"
+    assert rule["annotations"]["runbook_url"] == f"docs/operations/runbook.md#{name.lower()}"
     assert rule["labels"]["severity"] in ("warning", "critical")
     assert {"summary", "description"} < set(rule["annotations"])
     text = (OPERATIONS / "runbook.md").read_text()
