@@ -138,10 +138,16 @@ def trace_files(directory: str | Path) -> list[Path]:
     directory = Path(directory)
     if directory.is_file():
         return [directory]
-    return sorted(path for path in directory.iterdir() if split_name(path.name) is not None)
+    try:
+        return sorted(path for path in directory.iterdir() if split_name(path.name) is not None)
+    except NotADirectoryError:
+        raise NotADirectoryError(f"{directory} is neither a directory nor a trace file") from None
 
 
-NO_TRACE_FILE = "no trace file is there: their names end in .jsonl"
+def require_trace_files(directory: str | Path) -> None:
+    """Raises OSError where `trace_files` finds none: whoever has named it meant another one."""
+    if not trace_files(directory):
+        raise FileNotFoundError(f"{directory}: no trace file is there: their names end in .jsonl")
 
 
 def read_processes(directory: str | Path) -> list[ProcessTrace]:

@@ -263,7 +263,8 @@ def test_one_damaged_line_takes_nothing_else_away(tmp_path: Path, caplog: pytest
 
 
 def test_what_cannot_be_read_is_said_in_one_line(tmp_path: Path) -> None:
-    assert run("summary", tmp_path, status=1).endswith("no trace file is there: their names end in .jsonl\n")
+    assert run("summary", tmp_path, status=2) == f"{tmp_path}: no trace file is there: their names end in .jsonl\n"
+    assert run("summary", "/dev/null", status=2) == "/dev/null is neither a directory nor a trace file\n"
     (tmp_path / "a.jsonl").touch()
     assert run("summary", tmp_path, status=1) == f"no transition is recorded in {tmp_path}\n"
     (tmp_path / "a.jsonl").write_bytes(b'{"schema":99,"version":"7.1.0"}\n')

@@ -2,7 +2,8 @@
 
 Exit status, for scripts:
   why      0 its KV was loaded; 1 it failed, or its prompt was computed where it should have been read, or D let go of
-           its blocks unread; 2 nobody could be asked; 3 nothing is known of it; 4 it waits
+           its blocks unread; 2 nobody could be asked, or no trace file is there (--trace); 3 nothing is known of it;
+           4 it waits
   ps       0; 2 nobody could be asked
   doctor   0 no problem; 1 a problem; 2 nobody could be asked
 """
@@ -281,11 +282,10 @@ def _with_readers_of_expired(found: Survey, timeout: float, access: Access) -> t
 
 def _records_about(request: str, directory: Path) -> list[Any]:
     from connector.observe.trace_format import TraceFileError, TraceSchemaError
-    from connector.observe.trace_reader import NO_TRACE_FILE, read_trace_about, trace_files
+    from connector.observe.trace_reader import read_trace_about, require_trace_files
 
     try:
-        if not trace_files(directory):
-            raise FileNotFoundError(f"{directory}: {NO_TRACE_FILE}")
+        require_trace_files(directory)
         return read_trace_about(directory, request)
     except (OSError, TraceFileError, TraceSchemaError) as error:
         say(error, err=True)

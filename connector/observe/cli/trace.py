@@ -1,6 +1,6 @@
 """`nixl-actor trace …`: what trace files say. Renders what `summary.py`, `course.py` and `conformance.py` find.
 
-Exit status: 0; 1 when nothing was found, or `check` has findings; 2 when the traces cannot be read.
+Exit status: 0; 1 when nothing was found, or `check` has findings; 2 when the traces cannot be read, or there are none.
 """
 
 from __future__ import annotations
@@ -101,17 +101,17 @@ class _Traces:
 
 def _read(directory: Path) -> _Traces:
     from connector.observe.trace_format import TraceFileError, TraceSchemaError
-    from connector.observe.trace_reader import NO_TRACE_FILE, read_processes, trace_files
+    from connector.observe.trace_reader import read_processes, require_trace_files
 
     # Millions of objects are made that all live until the end: a collector would look at them again and again.
     gc.disable()
     try:
+        require_trace_files(directory)
         traces = _Traces(read_processes(directory))
     except (OSError, TraceFileError, TraceSchemaError) as error:
         _fail(str(error), CANNOT_READ)
     if not any(process.records for process in traces.processes):
-        why = "" if trace_files(directory) else f": {NO_TRACE_FILE}"
-        _fail(f"no transition is recorded in {directory}{why}", NOTHING_FOUND)
+        _fail(f"no transition is recorded in {directory}", NOTHING_FOUND)
     return traces
 
 
