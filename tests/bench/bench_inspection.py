@@ -106,7 +106,7 @@ def worker() -> Inspector:
         roster=known,
         lease_keeper=leases,
         control=control,
-        held=(),
+        deferred=(),
         stopped=lambda: None,
     )
 

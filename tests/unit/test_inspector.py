@@ -63,7 +63,7 @@ class Asked:
             roster=nobody,
             lease_keeper=nobody,
             control=nobody,
-            held=(),
+            deferred=(),
             stopped=lambda: None,
         )
 
