@@ -144,7 +144,7 @@ class Granting:
     def _arrive(self, arrived: Arrived, now_ns: int) -> None:
         request_id = arrived.request_id
         grant = Grant(request_id=request_id, request=arrived.request, for_decode=arrived.for_decode, heard_ns=now_ns)
-        self._put(self._grants.get(request_id), None, grant)
+        self._put(self._grants.get(request_id), grant)
         event = machine.Arrived(is_wanted=arrived.is_wanted, is_nameable=arrived.is_nameable, terms=arrived.terms)
         self._step(request_id, event)
 
@@ -158,10 +158,10 @@ class Granting:
         after, effects = machine.MACHINE.step(before, event)
         if after.lease is not before.lease:
             self._next_number += 1
-        self._put(before, event, after)
+        self._put(before, after)
         self._effects += effects
 
-    def _put(self, before: Grant | None, event: Event | None, after: Grant) -> None:
+    def _put(self, before: Grant | None, after: Grant) -> None:
         request_id = after.request_id
         if before is not None:
             self._count(before, -1)

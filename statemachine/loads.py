@@ -2,7 +2,7 @@
 would stand still.
 
 Sans I/O. `handle(event, now_ns)` returns what to do, and `ask` an answer with it; the executor is
-`connector/scheduler/connector_scheduler.py`. There are no deadlines: what happens, vLLM or a rank says.
+`connector/scheduler/connector_scheduler.py`. It has no deadlines: vLLM or a rank says what happens.
 
 vLLM serves its queue in order, and stops at the first request whose blocks it cannot have. What it takes for granted
 does not hold here in three cases. `get_num_new_matched_tokens` can have a request passed over, and that is all that a
@@ -167,7 +167,8 @@ class Loads:
         """Take one event in; returns what to do, in order."""
         match event:
             case Heard(request_id=request_id, source=source):
-                self._put(None, None, Load(request_id=request_id, source=source, heard_ns=now_ns))
+                fresh = Load(request_id=request_id, source=source, heard_ns=now_ns)
+                self._put(self._loads.get(request_id), fresh)
             case Allocated(request_id=request_id, loads=loads):
                 self._leave_queue(request_id)
                 self._step(request_id, machine.Allocated(now_ns=now_ns, loads=loads))
@@ -258,12 +259,12 @@ class Loads:
             return  # nothing is loaded for it, or it is over
         were_held_up = self._are_held_up
         after, effects = machine.MACHINE.step(before, event)
-        self._put(before, event, after)
+        self._put(before, after)
         self._effects += effects
         if were_held_up and not self._are_held_up:
             self._effects.append(SayLoadsAgain())
 
-    def _put(self, before: Load | None, event: Event | None, after: Load) -> None:
+    def _put(self, before: Load | None, after: Load) -> None:
         request_id = after.request_id
         if before is not None and before.state is not after.state:
             del self._by_state[before.state][request_id]

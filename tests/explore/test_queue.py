@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 
 from statemachine import load
+from statemachine.kernel import Event
 from statemachine.load import State
 from statemachine.loads import Answer, Asked, Loads, Room
 from tests.explore.queue import SETTINGS, Broken, Setting, search
@@ -24,10 +25,11 @@ class Watched(Loads):
 
     taken: ClassVar[set[tuple[State, str]]] = set()
 
-    def _put(self, before: Any, event: Any, after: Any) -> None:
+    def _step(self, request_id: str, event: Event) -> None:
+        before = self._loads.get(request_id)
         if before is not None:
             self.taken.add((before.state, type(event).__name__))
-        super()._put(before, event, after)
+        super()._step(request_id, event)
 
     def copy(self) -> Watched:
         return _like(self, Watched())
