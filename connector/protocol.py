@@ -169,6 +169,22 @@ class LocalPrefillsSeen(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     named: tuple[LocalPrefill, ...]
 
 
+class RoomLacking(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A request waits in vLLM's queue because what is kept from the pool leaves it no room: so many blocks in
+    quarantine, and lent back, when that was noticed. For people only, as is RoomFound."""
+
+    request_id: str
+    num_tokens: int
+    quarantined: int
+    lent_back: int
+
+
+class RoomFound(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """It has blocks, or has ended."""
+
+    request_id: str
+
+
 class WarmedUp(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """From the engine thread, once: vLLM has warmed this engine up, and has captured its CUDA graphs."""
 
@@ -198,6 +214,8 @@ Command: TypeAlias = (
     | LeaseGranted
     | LeaseWithdrawn
     | LocalPrefillsSeen
+    | RoomLacking
+    | RoomFound
     | WarmedUp
     | SumsFound
     | LoadFailed

@@ -117,6 +117,12 @@ class SayNoRoom(Effect, frozen=True, kw_only=True):
     num_tokens: int
 
 
+class SayRoomFound(Effect, frozen=True, kw_only=True):
+    """For people: a request of which SayNoRoom was said has its blocks, or has ended."""
+
+    request_id: str
+
+
 class SayNoLoads(Effect, frozen=True, kw_only=True):
     """For people: no load begins, because that of this request has failed and it lacks room."""
 
@@ -128,7 +134,7 @@ class SayLoadsAgain(Effect, frozen=True, kw_only=True):
 
 
 LoadEffect: TypeAlias = (
-    StartLoad | ReleaseUnread | AbortLoad | NoteWait | NoteTaken | SayNoRoom | SayNoLoads | SayLoadsAgain
+    StartLoad | ReleaseUnread | AbortLoad | NoteWait | NoteTaken | SayNoRoom | SayRoomFound | SayNoLoads | SayLoadsAgain
 )
 
 
@@ -236,7 +242,9 @@ class Loads:
 
     def _leave_queue(self, request_id: str) -> None:
         self._offered.discard(request_id)
-        self._without_room.discard(request_id)
+        if request_id in self._without_room:
+            self._without_room.remove(request_id)
+            self._effects.append(SayRoomFound(request_id=request_id))
         self._behind_lent_back.discard(request_id)
 
     def _begin_step(self, is_kept: bool) -> None:

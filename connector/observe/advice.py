@@ -12,6 +12,8 @@ from statemachine.failures import ADVICE_FOLLOWS, Failure, Incompatible
 
 NO_PARAMETERS = "NoTransferParams"
 """Kind of a request that came without parameters. Not a failure: its client got the right answer, later."""
+NO_ROOM = "NoRoom"
+"""A request that does not fit into the cache beside the blocks that are kept from the pool."""
 NOT_READ = "NotRead"
 """Kind of a lease that D held and let go of without a READ. Not a failure: D had no use for it, or none any more."""
 
@@ -110,6 +112,10 @@ WHAT_TO_DO: dict[str, str] = {
     NO_PARAMETERS: (
         "have the router put kv_transfer_params of P's answer, unchanged, into what it sends to D; a P that drains or "
         "has stopped answers without them"
+    ),
+    NO_ROOM: (
+        "restart the engines whose READs do not end (nixl-actor ps names them), or this engine; what is lent back "
+        "(bidirectional_kv_xfer) comes back by itself"
     ),
     "LeaseExpired": (
         "see whether the decode engine that held it has ended; if none did, whether the router sent it to one with "

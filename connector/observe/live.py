@@ -324,6 +324,7 @@ def _questions_about(text: str) -> list[Question]:
         Question(what="holds", match=text),
         Question(what="leases", match=text),
         Question(what="local_prefills", match=text),
+        Question(what="without_room", match=text),
         Question(what="records", match=text),
     ]
 

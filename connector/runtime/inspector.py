@@ -31,7 +31,7 @@ from connector.clock import NS_PER_SECOND
 from connector.observe.flight_recorder import Step, is_about
 from connector.observe.traced import QUEUED
 from connector.ports.side_channel import Listener, ReplyAddress
-from connector.protocol import LoadFailed, LocalPrefill, LocalPrefillsSeen
+from connector.protocol import LoadFailed, LocalPrefill, LocalPrefillsSeen, RoomLacking
 from connector.runtime.context import ActorContext
 from connector.runtime.lease_keeper import LeaseKeeper
 from connector.runtime.mailbox import Mailbox
@@ -121,6 +121,8 @@ class Inspector:
         self._questions: Mailbox[tuple[Inspect, ReplyAddress]] = Mailbox()
         self._local_prefills: deque[tuple[int, LocalPrefill]] = deque(maxlen=LOCAL_PREFILLS_KEPT)
         self._local_prefills_count = 0
+        # Requests that lack room in the engine's cache, and since when; as long as they do.
+        self._without_room: dict[str, tuple[int, RoomLacking]] = {}
         # Requests that were read, and could not be finished: when this was told, and why. The oldest first.
         self._failed_loads: OrderedDict[str, tuple[int, Failure]] = OrderedDict()
         # What is to be told on, and until when it is kept. What was asked for last is last.
@@ -133,6 +135,14 @@ class Inspector:
         now_ns = self._clock.now_ns()
         self._local_prefills_count += seen.count
         self._local_prefills.extend((now_ns, each) for each in seen.named)
+
+    def note_no_room(self, lacking: RoomLacking) -> None:
+        """A request waits because it lacks room in the engine's cache."""
+        self._without_room[lacking.request_id] = self._clock.now_ns(), lacking
+
+    def note_room(self, request_id: str) -> None:
+        """It has its blocks, or has ended."""
+        self._without_room.pop(request_id, None)
 
     def note_load_failed(self, told: LoadFailed) -> None:
         """Its machine has ended as done, for its READs have; what came after that is told with this end."""
@@ -223,6 +233,9 @@ class Inspector:
             case "local_prefills":
                 named = list(reversed(self._local_prefills))
                 return _Source(named, lambda each, what: what in each[1].request_id, self._local_prefill_row)
+            case "without_room":
+                lacking = list(self._without_room.values())
+                return _Source(lacking, lambda each, what: what in each[1].request_id, self._without_room_row)
             case "records":
                 steps = self._context.recorder.flight.newest_first()
                 return _Source(
@@ -503,6 +516,16 @@ class Inspector:
             has_params=seen.has_params,
             prompt_tokens=seen.prompt_tokens,
             age_seconds=self._passed(seen_ns),
+        )
+
+    def _without_room_row(self, noted: tuple[int, RoomLacking]) -> AnyRow:
+        since_ns, lacking = noted
+        return inspection.WithoutRoomRow(
+            request_id=text(lacking.request_id),
+            tokens=lacking.num_tokens,
+            quarantined_blocks=lacking.quarantined,
+            lent_back_blocks=lacking.lent_back,
+            since_seconds=self._passed(since_ns),
         )
 
     def _record_row(self, number: int, fields: tuple[Any, ...]) -> AnyRow:

@@ -39,6 +39,8 @@ from connector.protocol import (
     PeerAddress,
     ReceiveEnded,
     RejectPull,
+    RoomFound,
+    RoomLacking,
     StartPull,
     SumsFound,
     TrackLease,
@@ -266,6 +268,10 @@ class Supervisor:
                 self._lease_keeper.deliver(command)
             case LocalPrefillsSeen():
                 self._inspector.note_local_prefills(command)
+            case RoomLacking():
+                self._inspector.note_no_room(command)
+            case RoomFound(request_id=request_id):
+                self._inspector.note_room(request_id)
             case LoadFailed():
                 self._inspector.note_load_failed(command)
             case WarmedUp():

@@ -44,6 +44,8 @@ from connector.protocol import (
     LocalPrefill,
     LocalPrefillsSeen,
     PeerAddress,
+    RoomFound,
+    RoomLacking,
 )
 from connector.scheduler.beside_offloading import tell_offloading_of_reads
 from connector.scheduler.cache_groups import CacheGroups
@@ -72,6 +74,7 @@ from statemachine.loads import (
     SayLoadsAgain,
     SayNoLoads,
     SayNoRoom,
+    SayRoomFound,
     StepScheduled,
 )
 
@@ -447,14 +450,22 @@ class ConnectorScheduler:
                 case NoteTaken(source=pull):
                     self._pulls.note_taken(pull)
                 case SayNoRoom(request_id=request_id, num_tokens=num_tokens):
-                    kept = self._kept
-                    self._event_log.finds_no_room(f"request {request_id}", num_tokens, kept.quarantined, kept.lent_back)
+                    self._say_no_room(request_id, num_tokens)
+                case SayRoomFound(request_id=request_id):
+                    self._tell(RoomFound(request_id=request_id))
                 case SayNoLoads(request_id=request_id):
                     self._event_log.loads_nothing(f"request {request_id}")
                 case SayLoadsAgain():
                     self._event_log.loads_again()
                 case _:
                     assert_never(effect)
+
+    def _say_no_room(self, request_id: str, num_tokens: int) -> None:
+        quarantined, lent_back = self._kept.quarantined, self._kept.lent_back
+        self._event_log.finds_no_room(f"request {request_id}", num_tokens, quarantined, lent_back)
+        self._tell(
+            RoomLacking(request_id=request_id, num_tokens=num_tokens, quarantined=quarantined, lent_back=lent_back)
+        )
 
     def _release_unread(self, release: ReleaseUnread) -> None:
         """Nothing is read: the engine that lends may free its blocks now."""

@@ -42,7 +42,16 @@ ENTRIES_MAX = 96
 """A map of options or of the environment has at most so many entries."""
 
 What: TypeAlias = Literal[
-    "engine", "peers", "requests", "holds", "leases", "reads", "quarantines", "local_prefills", "records"
+    "engine",
+    "peers",
+    "requests",
+    "holds",
+    "leases",
+    "reads",
+    "quarantines",
+    "local_prefills",
+    "without_room",
+    "records",
 ]
 
 
@@ -369,6 +378,28 @@ class LocalPrefillRow(Row, frozen=True, kw_only=True):
         return self.what, self.request_id
 
 
+class WithoutRoomRow(Row, frozen=True, kw_only=True):
+    """A request that waits in vLLM's queue, because it needs more blocks than are left beside those that are kept from
+    the pool.
+
+    Attributes:
+        tokens: that it has.
+        quarantined_blocks, lent_back_blocks: kept when that was noticed, `since_seconds` ago.
+    """
+
+    what: ClassVar[What] = "without_room"
+
+    request_id: str
+    tokens: int
+    quarantined_blocks: int
+    lent_back_blocks: int
+    since_seconds: float
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        return self.what, self.request_id
+
+
 class RecordRow(Row, frozen=True, kw_only=True):
     """A step of the flight recorder; the newest come first. `age_seconds`: since it was taken."""
 
@@ -383,7 +414,16 @@ class RecordRow(Row, frozen=True, kw_only=True):
 
 
 AnyRow: TypeAlias = (
-    EngineRow | PeerRow | RequestRow | HoldRow | LeaseRow | ReadRow | QuarantineRow | LocalPrefillRow | RecordRow
+    EngineRow
+    | PeerRow
+    | RequestRow
+    | HoldRow
+    | LeaseRow
+    | ReadRow
+    | QuarantineRow
+    | LocalPrefillRow
+    | WithoutRoomRow
+    | RecordRow
 )
 WHATS: tuple[What, ...] = tuple(kind.what for kind in get_args(AnyRow))
 

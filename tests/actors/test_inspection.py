@@ -23,7 +23,7 @@ from connector.observe.explanation import explain, find, live_of
 from connector.observe.live import Question, Survey, opened_surveyor
 from connector.ports.side_channel import ReplyAddress
 from connector.ports.zmq_bridge import ZmqSideChannel
-from connector.protocol import LoadFailed, LocalPrefill, LocalPrefillsSeen
+from connector.protocol import LoadFailed, LocalPrefill, LocalPrefillsSeen, RoomFound, RoomLacking
 from connector.runtime.inspector import LISTS_KEPT, QUESTIONS_OF_ONE_MAX, QUESTIONS_WAITING_MAX
 from connector.wire.inspection import (
     ROWS_MAX,
@@ -41,6 +41,7 @@ from connector.wire.inspection import (
     RecordRow,
     RequestRow,
     What,
+    WithoutRoomRow,
     decode_inspected,
 )
 from statemachine.failures import DeviceMemoryExhausted
@@ -505,6 +506,18 @@ def test_requests_without_parameters_are_counted_and_the_last_ones_named() -> No
             (row,) = found.engines[0].of(LocalPrefillRow)
             assert (row.request_id, row.has_params, row.prompt_tokens) == ("cmpl-x-0-1", False, 7)
             assert found.engines[0].of(EngineRow)[0].counts.local_prefills == 3
+
+    run(test)
+
+
+def test_a_request_that_lacks_room_is_told_of_until_it_has_it() -> None:
+    async def test() -> None:
+        async with engine("d", serves=True) as d:
+            for name in ("one", "two"):
+                d.supervisor.deliver(RoomLacking(request_id=name, num_tokens=900, quarantined=7, lent_back=2))
+            d.supervisor.deliver(RoomFound(request_id="one"))
+            (row,) = (await asked(d)).engines[0].of(WithoutRoomRow)
+            assert (row.request_id, row.tokens, row.quarantined_blocks, row.lent_back_blocks) == ("two", 900, 7, 2)
 
     run(test)
 

@@ -37,6 +37,8 @@ from statemachine.loads import (
     LoadEnded,
     Loads,
     Room,
+    SayNoRoom,
+    SayRoomFound,
     StepScheduled,
 )
 
@@ -115,6 +117,7 @@ class World(NamedTuple):
         quarantined: blocks; lent_back: requests whose blocks are.
         loading: those that are read, as far as the worker knows.
         unread: those of which nothing has become yet.
+        lacking: those of which it was said that they lack room.
     """
 
     stages: tuple[int, ...]
@@ -125,6 +128,7 @@ class World(NamedTuple):
     failures: int = 0
     loading: frozenset[int] = frozenset()
     unread: frozenset[int] = frozenset()
+    lacking: frozenset[int] = frozenset()
 
 
 class Broken(Exception):
@@ -155,7 +159,7 @@ class _Turn:
         self.waiting, self.holding = list(world.waiting), list(world.holding)
         self.quarantined, self.lent_back = list(world.quarantined), list(world.lent_back)
         self.failures = world.failures
-        self.loading, self.unread = set(world.loading), set(world.unread)
+        self.loading, self.unread, self.lacking = set(world.loading), set(world.unread), set(world.lacking)
 
     def world(self) -> World:
         return World(
@@ -167,6 +171,7 @@ class _Turn:
             self.failures,
             frozenset(self.loading),
             frozenset(self.unread),
+            frozenset(self.lacking),
         )
 
     # --- blocks -----------------------------------------------------------------------------------------------------
@@ -228,6 +233,10 @@ class _Turn:
                     self._become(request)
                 case AbortLoad(request_id=request_id):
                     self.loading.remove(int(request_id))
+                case SayNoRoom(request_id=request_id):
+                    self.lacking.add(int(request_id))
+                case SayRoomFound(request_id=request_id):
+                    self.lacking.remove(int(request_id))
                 case _:
                     pass  # for figures and people
 
@@ -362,6 +371,9 @@ def _is_served(setting: Setting, world: World) -> bool:
 
 
 def _require_nothing_left(world: World, core: Loads) -> None:
+    for request in world.lacking:
+        if world.stages[request] not in (WAITING, FAILED):
+            raise _Wrong(f"request {request} is said to lack room, and has its blocks or has ended")
     if all(stage in (ABROAD, OVER) for stage in world.stages):
         if world.loading or world.unread:
             raise _Wrong(f"nothing has become of what {sorted(world.loading | world.unread)} name")

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from connector.observe.advice import NO_PARAMETERS, NOT_READ, WHAT_TO_DO, advice_of, told
+from connector.observe.advice import NO_PARAMETERS, NO_ROOM, NOT_READ, WHAT_TO_DO, advice_of, told
 from connector.observe.asking import Address
 from connector.observe.course import brought_together
 from connector.observe.explanation import Case, Explanation, Live, Said, explain, explain_nothing, find
@@ -29,6 +29,7 @@ from connector.wire.inspection import (
     QuarantineRow,
     RecordRow,
     RequestRow,
+    WithoutRoomRow,
 )
 from statemachine import failures, lease, lending, remote_engine, request
 from statemachine.failures import Failure
@@ -169,7 +170,7 @@ def test_there_is_something_to_do_for_every_kind_of_failure() -> None:
         return {base}.union(*map(leaves, below)) - {base} if below else {base}
 
     kinds = {each.__name__ for each in leaves(Failure)}
-    assert WHAT_TO_DO.keys() == kinds | {NO_PARAMETERS, NOT_READ}
+    assert WHAT_TO_DO.keys() == kinds | {NO_PARAMETERS, NO_ROOM, NOT_READ}
 
 
 @pytest.mark.parametrize("failure", EXAMPLES, ids=lambda failure: failure.kind)
@@ -525,6 +526,36 @@ def test_of_equal_weights_the_path_is_not_what_differs() -> None:
 def test_what_happens_next_depends_on_the_policy(policy: str, word: str) -> None:
     live = said_by(engine_row("D", load_failure_policy=policy))
     assert word in the_answer(ended_with(failures.ConnectionRefused(peer="P")), live).next
+
+
+# --- no room in the cache ---------------------------------------------------------------------------------------------
+
+
+def without_room(name: str = D_NAME) -> Said[WithoutRoomRow]:
+    row = WithoutRoomRow(request_id=name, tokens=900, quarantined_blocks=7, lent_back_blocks=2, since_seconds=12.0)
+    return Said("D", 0, row)
+
+
+def test_one_that_lacks_room_says_so_whether_it_loads_or_not() -> None:
+    for live, kinds in (
+        (said_by(engine_row("D"), row("queued"), without_room()), "when vLLM schedules it, its READs begin"),
+        (said_by(engine_row("D"), local_prefill(), without_room()), ""),
+        (said_by(engine_row("D"), without_room()), ""),
+    ):
+        answer = the_answer([], live)
+        assert (answer.kind, answer.outcome, answer.state, answer.side) == (NO_ROOM, "waiting", "queued", "D")
+        assert "900 tokens" in answer.cause
+        assert "7 in quarantine and 2 lent back" in answer.cause
+        assert "12 s" in answer.cause
+        assert kinds in answer.next
+        assert answer.advice == WHAT_TO_DO[NO_ROOM]
+
+
+def test_one_whose_load_has_failed_and_that_now_lacks_room_waits() -> None:
+    ended = ended_with(failures.ConnectionRefused(peer="P"))
+    answer = the_answer(ended, said_by(engine_row("D"), without_room()))
+    assert (answer.kind, answer.outcome) == (NO_ROOM, "waiting")
+    assert answer.happened
 
 
 # --- parameters that were lost, and leases that nobody reads ----------------------------------------------------------

@@ -10,9 +10,10 @@ import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from connector.clock import NS_PER_SECOND
+from connector.protocol import RoomFound, RoomLacking
 from connector.scheduler.connector_scheduler import QUARANTINE_ASKED_NS
 from connector.scheduler.kept_blocks import KeptBlocks
 from connector.step_metadata import WorkerReport
@@ -135,6 +136,21 @@ def test_nor_does_one_that_is_to_be_computed_here_because_its_own_load_has_faile
         run(decode)
     assert "kept" in decode.finished
     assert [each for each in lines.texts if "KV is loaded again" in each]
+
+
+def test_the_worker_is_told_who_lacks_room_and_when_that_is_over() -> None:
+    decode, block_ids = in_quarantine()
+    decode.submit("long", LONG, None)
+    decode.submit("leaves", LONG, None)
+    run(decode, 3)
+    (lacking, other) = [each for each in decode.commands if isinstance(each, RoomLacking)]
+    assert (lacking.request_id, other.request_id) == ("long", "leaves")
+    assert (lacking.num_tokens, lacking.quarantined, lacking.lent_back) == (len(LONG), len(block_ids), 0)
+    decode.scheduler.finish_requests("leaves", RequestStatus.FINISHED_ABORTED)
+    decode.step(KVConnectorOutput(kv_connector_worker_meta=report(lifted=[block_ids])))
+    run(decode)
+    found = [each.request_id for each in decode.commands if isinstance(each, RoomFound)]
+    assert found == ["leaves", "long"]
 
 
 def test_one_that_has_to_wait_for_a_step_is_not_one_that_does_not_fit() -> None:

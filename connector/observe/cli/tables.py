@@ -21,6 +21,7 @@ from connector.wire.inspection import (
     QuarantineRow,
     ReadRow,
     RequestRow,
+    WithoutRoomRow,
 )
 
 R = TypeVar("R", bound=AnyRow)
@@ -230,4 +231,15 @@ _LOCAL_PREFILLS = _Columns(
     },
     rows_max=5,
 )
-_TABLES = (_PEERS, _REQUESTS, _LEASES, _READS, _QUARANTINED, _LOCAL_PREFILLS)
+_WITHOUT_ROOM = _Columns(
+    "Without room in the KV cache",
+    WithoutRoomRow,
+    {
+        "request": lambda row: row.request_id,
+        "tokens": lambda row: row.tokens,
+        "since": lambda row: _age(row.since_seconds),
+        "quarantined then": lambda row: row.quarantined_blocks,
+        "lent back then": lambda row: row.lent_back_blocks,
+    },
+)
+_TABLES = (_PEERS, _REQUESTS, _LEASES, _READS, _QUARANTINED, _WITHOUT_ROOM, _LOCAL_PREFILLS)

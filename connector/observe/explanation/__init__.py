@@ -9,13 +9,13 @@ what is waited for. A failure that only follows from another one names that: a r
 backs off, says why it backs off. What to do is a table by kind (`WHAT_TO_DO`).
 
 A Case is one request of one decode engine, or a lease that no decode engine is known to have read, or a request that
-came without parameters. `find` puts together those that a person may mean by a text. A lease under which an engine
-keeps its answer for read-back belongs to the case of that answer's request.
+came without parameters or lacks room in the cache. `find` puts together those that a person may mean by a text. A lease
+under which an engine keeps its answer for read-back belongs to the case of that answer's request.
 
 rows      what running engines say of themselves, by kind
 cases     records and rows, put together to requests
 answer    the answer, and the sentences that all kinds of answers have
-waiting   a request that D has in hand
+waiting   a request that D has in hand, or that lacks room in an engine's cache
 ended     a request of D that has ended, or that its records leave open
 not_read  a lease that nobody is known to have read, a prompt that was computed where it came to, nothing at all
 """
@@ -33,7 +33,7 @@ from connector.observe.explanation.cases import Case, find
 from connector.observe.explanation.ended import explain_end, explain_end_of_one_rank, explain_recorded
 from connector.observe.explanation.not_read import explain_lease, explain_local_prefill, explain_nothing
 from connector.observe.explanation.rows import Live, Said, live_of
-from connector.observe.explanation.waiting import explain_waiting
+from connector.observe.explanation.waiting import explain_no_room, explain_waiting
 from connector.observe.history import DONE, deciding_rank
 from connector.wire.inspection import EngineRow, RequestRow
 
@@ -67,6 +67,8 @@ def _explain(case: Case, live: Live) -> Explanation:
         if worst is not None and worst.is_over and worst.outcome != DONE and said.row.failure is None:
             return explain_end_of_one_rank(case, worst, live)
         return explain_waiting(case, said, live)
+    if case.without_room is not None:
+        return explain_no_room(case, case.without_room, live)
     if worst is not None and worst.is_over:
         return explain_end(case, worst, live)
     if worst is not None:

@@ -20,6 +20,7 @@ from connector.wire.inspection import (
     LeaseRow,
     LocalPrefillRow,
     RequestRow,
+    WithoutRoomRow,
 )
 from statemachine.lease import LENT_BACK
 from statemachine.trace import TransitionRecord
@@ -33,6 +34,7 @@ class Case:
     requests: list[Said[RequestRow]] = field(default_factory=list)
     leases: list[Said[LeaseRow]] = field(default_factory=list)
     local_prefill: Said[LocalPrefillRow] | None = None
+    without_room: Said[WithoutRoomRow] | None = None
     peers: list[History] = field(default_factory=list)
     """The histories of the connections from D to the peers of this request."""
     read_back: list[Case] = field(default_factory=list)
@@ -46,6 +48,8 @@ class Case:
             return self.requests[0].row.request_id
         if self.local_prefill is not None:
             return self.local_prefill.row.request_id
+        if self.without_room is not None:
+            return self.without_room.row.request_id
         if self.story.leases:
             return self.story.leases[0].subject
         return self.leases[0].row.request_id if self.leases else ""
@@ -55,8 +59,9 @@ class Case:
         """Every id that it has somewhere."""
         rows = {name for each in self.requests for name in (each.row.request_id, each.row.remote_request_id)}
         rows |= {each.row.request_id for each in self.leases}
-        if self.local_prefill is not None:
-            rows.add(self.local_prefill.row.request_id)
+        for said in (self.local_prefill, self.without_room):
+            if said is not None:
+                rows.add(said.row.request_id)
         return self.story.names | rows
 
     @property
@@ -72,8 +77,9 @@ class Case:
         """Engine id and request id, for each engine that has it in hand or had; of leases, those of P."""
         of_requests = {(each.engine_id, each.subject) for each in self.story.requests}
         of_requests |= {(each.engine_id, each.row.request_id) for each in self.requests}
-        if self.local_prefill is not None:
-            of_requests.add((self.local_prefill.engine_id, self.local_prefill.row.request_id))
+        for said in (self.local_prefill, self.without_room):
+            if said is not None:
+                of_requests.add((said.engine_id, said.row.request_id))
         of_leases = {(each.engine_id, each.subject) for each in self.story.leases}
         of_leases |= {(each.engine_id, each.row.request_id) for each in self.leases}
         return frozenset(of_requests or of_leases)
@@ -117,6 +123,13 @@ def find(text: str, records: Iterable[TransitionRecord], live: Live) -> list[Cas
             if case not in cases:
                 cases.append(case)
             case.local_prefill = said
+    places = {place: case for case in cases for place in case.on_engines}
+    for waits in live.of(WithoutRoomRow):
+        if text in waits.row.request_id:
+            case = places.setdefault((waits.engine_id, waits.row.request_id), Case())
+            if case not in cases:
+                cases.append(case)
+            case.without_room = waits
     on_engines: dict[tuple[str, str], list[Case]] = {}
     for case in cases:
         for place in case.on_engines:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from connector.observe.advice import WHAT_TO_DO, told
+from connector.observe.advice import NO_ROOM, WHAT_TO_DO, told
 from connector.observe.explanation.answer import (
     Explanation,
     after_failure,
@@ -20,7 +20,14 @@ from connector.observe.explanation.answer import (
 from connector.observe.explanation.cases import Case, key_on_d
 from connector.observe.explanation.rows import Live, Said
 from connector.observe.traced import QUEUED
-from connector.wire.inspection import HoldRow, PeerRow, QuarantineRow, RequestRow, quarantined_blocks
+from connector.wire.inspection import (
+    HoldRow,
+    PeerRow,
+    QuarantineRow,
+    RequestRow,
+    WithoutRoomRow,
+    quarantined_blocks,
+)
 from statemachine import hold, remote_engine
 from statemachine.failures import LeaseOver, PeerLeaving
 
@@ -70,7 +77,7 @@ def explain_waiting(case: Case, said: Said[RequestRow], live: Live) -> Explanati
     cause = f"{capital(waiting)}, for {how_long(row.since_seconds)}"
     advice = "nothing yet"
     if row.state == QUEUED:
-        cause, kind, advice, follows = _why_queued(said, live, cause)
+        cause, kind, advice, follows = _why_queued(case, said, live, cause)
         if kind is None and (kept := live.quarantined_from(said.engine_id)):
             facts.append(f"a few KV blocks of D are quarantined, because READs from {kept} have not ended")
     elif row.state == "pending_handshake":
@@ -135,7 +142,39 @@ class _Queued(NamedTuple):
     next: str
 
 
-def _why_queued(said: Said[RequestRow], live: Live, cause: str) -> _Queued:
+def explain_no_room(case: Case, said: Said[WithoutRoomRow], live: Live) -> Explanation:
+    """It has nothing to load, or no more, and waits in vLLM's queue."""
+    facts = live.facts(said.engine_id)
+    return Explanation(
+        request=said.row.request_id,
+        cause=_no_room(said.row),
+        outcome="waiting",
+        kind=NO_ROOM,
+        state=QUEUED,
+        side="P" if facts is not None and facts.role == "kv_producer" else "D",
+        engine_id=said.engine_id,
+        rank=said.rank,
+        since_seconds=said.row.since_seconds,
+        waits_for="room",
+        next=_WITH_ROOM,
+        advice=WHAT_TO_DO[NO_ROOM],
+        happened=happened(case),
+        facts=(*facts_of_leases(case),),
+    )
+
+
+def _no_room(row: WithoutRoomRow) -> str:
+    return (
+        f"{NO_ROOM}: its {row.tokens} tokens do not fit into the KV cache while blocks are kept from the pool "
+        f"({row.quarantined_blocks} in quarantine and {row.lent_back_blocks} lent back when that was noticed); others "
+        f"are served before it, for {how_long(row.since_seconds)}"
+    )
+
+
+_WITH_ROOM = "when enough of these blocks are back, vLLM schedules it"
+
+
+def _why_queued(case: Case, said: Said[RequestRow], live: Live, cause: str) -> _Queued:
     """Its lease may be over already; and a pool whose blocks are quarantined has none for it."""
     row, facts = said.row, live.facts(said.engine_id)
     if (why := _gone(said, live)) is not None:
@@ -161,6 +200,8 @@ def _why_queued(said: Said[RequestRow], live: Live, cause: str) -> _Queued:
             "when vLLM schedules it, its READs begin; it fails (LeaseOver) if they have not ended when D takes the "
             "lease of a built-in engine to be over: kv_lease_duration of D after it has heard of the request"
         )
+    if case.without_room is not None:
+        return _Queued(_no_room(case.without_room.row), NO_ROOM, WHAT_TO_DO[NO_ROOM], f"{_WITH_ROOM}; {follows}")
     kept = quarantined_blocks(each.row for each in live.of(QuarantineRow) if each.engine_id == said.engine_id)
     if not kept or (facts is not None and kept < QUARANTINED_SHARE_MIN * facts.blocks):
         advice = "nothing yet; if it takes long, see how many requests run on D and how full its KV cache is"
