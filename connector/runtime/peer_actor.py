@@ -128,7 +128,7 @@ class PeerActor:
         # When its task wakes up by itself, and what wakes it before.
         self._wakes_at_ns: int | None = None
         self._attention = trio.Event()
-        self._unheard: list[PullCommand] = []
+        self._for_successor: list[PullCommand] = []
         self._executors: dict[type[Effect], Callable[[Any], None]] = {
             core.StartHandshake: self._start_handshake,
             core.ResolveBlocks: self._resolve_blocks,
@@ -141,6 +141,7 @@ class PeerActor:
             core.NotifyReleases: self._notify_releases,
             core.Report: self._report,
             core.LiftQuarantine: self._lift_quarantine,
+            core.PassToSuccessor: self._pass_to_successor,
             core.NoteHandshakeFailure: self._note_handshake_failure,
             core.NoteLeaving: self._note_leaving,
         }
@@ -246,20 +247,12 @@ class PeerActor:
         return f"{key.engine_id} at {self.core.address} (TP {key.tp_size}{others})"
 
     def _hear_all(self) -> None:
-        if self._unheard and not self.core.takes_nobody:
-            # The connection stays, because READs over its agents do not end: there will be no successor for long.
-            self._inbox.extendleft(reversed(self._unheard))
-            self._commands_waiting += len(self._unheard)
-            self._unheard.clear()
         while self._inbox:
             self._hear(self._inbox.popleft())
 
     def _hear(self, message: Event | PullCommand) -> None:
         if not isinstance(message, Event):
             self._commands_waiting -= 1
-            if self.core.takes_nobody:
-                self._unheard.append(message)
-                return
             message = self._event_of_command(message)
         self._in_hand = message
         self._feed(message)
@@ -281,19 +274,19 @@ class PeerActor:
         is heard, and whatever is open fails. Blocks under READs in flight are quarantined for good."""
         self._is_running = False
         self._connections.detach()
-        events = [
-            message if isinstance(message, Event) else self._event_of_command(message)
-            for message in (*self._unheard, *self._inbox)
-        ]
-        self._unheard.clear()
-        self._inbox.clear()
-        self._commands_waiting = 0
-        for event in (*events, core.Stop(failure=failure), core.Unwatched()):
-            try:
-                self._feed(event)
-            except Exception as error:
-                self._context.log_crash(f"peer actor of {self._key.engine_id}", error)
+        while self._inbox:
+            self._hear_last(self._inbox.popleft())
+        self._hear_last(core.Stop(failure=failure))
+        for command in self.take_unheard():  # there is no successor
+            self._hear_last(command)
+        self._hear_last(core.Unwatched())
         self._context.recorder.catch_up()
+
+    def _hear_last(self, message: Event | PullCommand) -> None:
+        try:
+            self._feed(message if isinstance(message, Event) else self._event_of_command(message))
+        except Exception as error:
+            self._context.log_crash(f"peer actor of {self._key.engine_id}", error)
 
     def put(self, command: PullCommand) -> None:
         """From the supervisor: a command for this engine."""
@@ -302,20 +295,22 @@ class PeerActor:
 
     def take_unheard(self) -> list[PullCommand]:
         """After `run` returned: the commands that came too late for it."""
-        self._unheard += [message for message in self._inbox if not isinstance(message, Event)]
+        self._for_successor += [message for message in self._inbox if not isinstance(message, Event)]
         self._inbox.clear()
         self._commands_waiting = 0
-        return self._unheard
+        return self._for_successor
 
     def _event_of_command(self, command: PullCommand) -> Event:
         match command:
             case AbortPull(request_id=request_id):
-                return core.AbortAsked(request_id=request_id)
+                return core.AbortAsked(request_id=request_id, message=command)
             case MeetPeer(peer=address):
-                return core.MeetAsked(address=address)
+                return core.MeetAsked(address=address, message=command)
             case StartPull(awaited=False):
                 self._notices.end(command.request_id)
-                return core.NotNeeded(request_id=command.request_id, lease=command.lease, address=command.peer)
+                return core.NotNeeded(
+                    request_id=command.request_id, lease=command.lease, address=command.peer, message=command
+                )
             case StartPull():
                 now_ns = self._context.clock.now_ns()
                 blocks = sum(len(group.local_block_ids) for group in command.groups)
@@ -330,6 +325,7 @@ class PeerActor:
             lease=command.lease,
             address=command.peer,
             age_ns=to_ns(command.age_seconds),
+            message=command,
         )
 
     # --- effects ------------------------------------------------------------------------------------------------
@@ -499,6 +495,12 @@ class PeerActor:
         pull = self._pulls.pop(effect.request_id)
         self._tell_roster(roster.QuarantineEnded(key=self._key, request_id=effect.request_id))
         self._context.emit(QuarantineLifted(local_block_ids=pull.command.local_block_ids))
+
+    def _pass_to_successor(self, effect: core.PassToSuccessor) -> None:
+        command = effect.event.message
+        if isinstance(effect.event, core.Announced | core.Started):
+            command = msgspec.structs.replace(command, age_seconds=effect.event.age_ns / NS_PER_SECOND)
+        self._for_successor.append(command)
 
     def _note_handshake_failure(self, effect: core.NoteHandshakeFailure) -> None:
         self._context.figures.note_failed(HANDSHAKES_FAILED)

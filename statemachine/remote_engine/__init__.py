@@ -41,6 +41,9 @@ Rules that are nobody's machine:
   makes those of the others suspect, and is over for none of them before the agents are removed for all.
 * What is held of an engine that is given up ends with it: who is still in the scheduler's queue has it held anew. If
   READs that hang keep it, it may be recalled (`Recall`), and is connected anew beside them.
+* Who comes when nobody is left in a core that is given up is parked for its successor, which begins as soon as the
+  connection is torn down (`PassToSuccessor`). If READs of another core over the same agents keep the connection there
+  will be no successor for long: who is parked fails like everybody else who comes.
 * Nothing is assumed of a lease that has a number. Built-in engines give none out, so where one answers as the engine
   that has lent it, that one has ended: it was put back to the built-in connector under its id.
 
@@ -78,6 +81,7 @@ from statemachine.remote_engine.messages import (
     NotificationFailed,
     NotifyReleases,
     NotNeeded,
+    PassToSuccessor,
     PostReads,
     ReadChecked,
     ReadEnded,
@@ -129,6 +133,7 @@ __all__ = (
     "NoteLeaving",
     "NotificationFailed",
     "NotifyReleases",
+    "PassToSuccessor",
     "PostReads",
     "ReadChecked",
     "ReadEnded",

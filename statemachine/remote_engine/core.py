@@ -43,6 +43,7 @@ from statemachine.remote_engine.messages import (
     ConnectFailed,
     Crashed,
     EngineLimits,
+    FromEngine,
     HoldAnswered,
     LeavingSaid,
     LiftQuarantine,
@@ -52,6 +53,7 @@ from statemachine.remote_engine.messages import (
     NoteLeaving,
     NotificationFailed,
     NotNeeded,
+    PassToSuccessor,
     PostReads,
     ReadChecked,
     ReadEnded,
@@ -107,6 +109,8 @@ class RemoteEngine:
         # Of these, the ids in pending_handshake, and those in proving; in order of arrival.
         self._waiting: dict[str, None] = {}
         self._proving: dict[str, None] = {}
+        # For the successor, with when it came. Empty unless nobody is left in a core that is given up.
+        self._parked: list[tuple[int, FromEngine]] = []
         # Of the latest connection; None before the first.
         self._life: str | None = None
         self._backoff_until_ns = 0
@@ -139,10 +143,8 @@ class RemoteEngine:
                 self._end_read(event, now_ns)
             case ReadChecked():
                 self._end_check(event, now_ns)
-            case Announced():
-                self._announce(event, now_ns)
-            case Started():
-                self._start(event, now_ns)
+            case Announced() | Started() | NotNeeded() | MeetAsked() | AbortAsked():
+                self._hear_engine(event, now_ns)
             case BlocksResolved():
                 self._resolve(event, now_ns)
             case BlocksRejected(request_id=request_id, failure=failure):
@@ -152,14 +154,6 @@ class RemoteEngine:
                 self._take_hold_answer(event, now_ns)
             case ReleaseAnswered():
                 self._take_release_answer(event)
-            case NotNeeded():
-                self._release_unread(event, now_ns)
-            case MeetAsked(address=address):
-                self.address = address
-                if self._peer.state is peer.State.IDLE:
-                    self._step_peer(peer.Wanted(), now_ns)
-            case AbortAsked(request_id=request_id):
-                self._step_request(request_id, request.Aborted(), now_ns)
             case Connected():
                 self._connect(event, now_ns)
             case ConnectFailed(failure=failure):
@@ -185,6 +179,7 @@ class RemoteEngine:
                     self._outcome.steps.append(("peer", self.engine_id, None, None, self._peer))
             case Stop(failure=failure):
                 self._is_stopped = True
+                self._take_parked(now_ns)
                 self._fail_requests(failure, now_ns)
                 self._claims.drop_all()
                 self._step_peer(peer.Retired(), now_ns)
@@ -227,12 +222,6 @@ class RemoteEngine:
         return is_left_over and not self._is_stopped
 
     @property
-    def takes_nobody(self) -> bool:
-        """Given up, and nobody is left in it: who comes now belongs to its successor, which begins as soon as the
-        connection is torn down."""
-        return self.is_finished or (self.is_retired and self.is_unused)
-
-    @property
     def is_finished(self) -> bool:
         """Given up, and everything that touched it has ended."""
         return self._peer.state is peer.State.GONE and not self._requests and self._connections.are_over
@@ -243,6 +232,45 @@ class RemoteEngine:
         found = self._requests.get(request_id)
         is_reading = found is not None and found.state is request.State.READING
         return self._peer.state is peer.State.READY and is_reading
+
+    # --- what the engine wants --------------------------------------------------------------------------------------
+
+    def _hear_engine(self, event: FromEngine, now_ns: int) -> None:
+        if self._passes_to_successor:
+            self._parked.append((now_ns, event))
+            return
+        match event:
+            case Announced():
+                self._announce(event, now_ns)
+            case Started():
+                self._start(event, now_ns)
+            case NotNeeded():
+                self._release_unread(event, now_ns)
+            case MeetAsked(address=address):
+                self.address = address
+                if self._peer.state is peer.State.IDLE:
+                    self._step_peer(peer.Wanted(), now_ns)
+            case AbortAsked(request_id=request_id):
+                self._step_request(request_id, request.Aborted(), now_ns)
+            case _:
+                assert_never(event)
+
+    @property
+    def _passes_to_successor(self) -> bool:
+        """Given up, and nobody is left in it. There is no successor when the connector stops."""
+        return self.is_retired and not self._is_stopped and (self.is_finished or self.is_unused)
+
+    def _take_parked(self, now_ns: int) -> None:
+        """One at a time: if one raises, the others are still there."""
+        while self._parked:
+            self._hear_engine(self._unpark(now_ns), now_ns)
+
+    def _unpark(self, now_ns: int) -> FromEngine:
+        """The first that is parked, as if it came now."""
+        came_ns, event = self._parked.pop(0)
+        if isinstance(event, Announced | Started):
+            return msgspec.structs.replace(event, age_ns=event.age_ns + now_ns - came_ns)
+        return event
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -707,6 +735,8 @@ class RemoteEngine:
 
     def _follow_up(self, now_ns: int) -> None:
         """After every event: what follows from the counts, and nobody may wait for something that will not come."""
+        if self._parked and not self._passes_to_successor:
+            self._take_parked(now_ns)
         current = self._connections.current
         if current is not None and self._peer.state is peer.State.DRAINING and not current.open_reads:
             self._step_peer(peer.ReadsDrained(), now_ns)
@@ -719,6 +749,8 @@ class RemoteEngine:
             self._announce_failed(PeerRetired(peer=self.engine_id), now_ns, was_refused=False)
         if self.is_finished:
             self._claims.drop_all()
+            while self._parked:
+                self._outcome.effects.append(PassToSuccessor(event=self._unpark(now_ns)))
 
     @property
     def _has_something_to_say(self) -> bool:
@@ -808,6 +840,7 @@ class RemoteEngine:
         other._departure = self._departure
         other._requests = dict(self._requests)
         other._waiting, other._proving = dict(self._waiting), dict(self._proving)
+        other._parked = list(self._parked)
         other._life = self._life
         other._is_stopped = self._is_stopped
         other._backoff_until_ns = self._backoff_until_ns
@@ -822,6 +855,7 @@ class RemoteEngine:
             self.address,
             self._peer,
             self._departure.state,
+            tuple((now_ns - came_ns, event) for came_ns, event in self._parked),
             self._life,
             self._is_stopped,
             frozenset(self._freeze_request(each, now_ns) for each in self._requests.values()),

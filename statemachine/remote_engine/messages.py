@@ -48,6 +48,8 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # --- events: from the engine ----------------------------------------------------------------------------------------
+#
+# `message` is what has said it; opaque to the core, which gives it back with PassToSuccessor.
 
 
 class Announced(Event, frozen=True, kw_only=True):
@@ -57,6 +59,7 @@ class Announced(Event, frozen=True, kw_only=True):
     lease: LeaseName
     address: Address
     age_ns: int
+    message: Any = None
 
 
 class Started(Event, frozen=True, kw_only=True):
@@ -66,6 +69,7 @@ class Started(Event, frozen=True, kw_only=True):
     lease: LeaseName
     address: Address
     age_ns: int
+    message: Any = None
 
 
 class NotNeeded(Event, frozen=True, kw_only=True):
@@ -74,18 +78,24 @@ class NotNeeded(Event, frozen=True, kw_only=True):
     request_id: str
     lease: LeaseName
     address: Address
+    message: Any = None
 
 
 class MeetAsked(Event, frozen=True, kw_only=True):
     """Connect the engine, although no request needs it yet."""
 
     address: Address
+    message: Any = None
 
 
 class AbortAsked(Event, frozen=True, kw_only=True):
     """The engine gave a request up; it may have ended already."""
 
     request_id: str
+    message: Any = None
+
+
+FromEngine: TypeAlias = Announced | Started | NotNeeded | MeetAsked | AbortAsked
 
 
 # --- events: from the world -----------------------------------------------------------------------------------------
@@ -320,6 +330,12 @@ class LiftQuarantine(Effect, frozen=True, kw_only=True):
     """The blocks of a quarantined request are written into no more."""
 
     request_id: str
+
+
+class PassToSuccessor(Effect, frozen=True, kw_only=True):
+    """This core is finished, and the event came too late for it: it is for the core that takes its place."""
+
+    event: FromEngine
 
 
 class NoteLeaving(Effect, frozen=True, kw_only=True):

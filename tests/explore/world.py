@@ -84,6 +84,7 @@ from statemachine.remote_engine import (
     NotificationFailed,
     NotifyReleases,
     NotNeeded,
+    PassToSuccessor,
     PostReads,
     ReadChecked,
     ReadEnded,
@@ -395,11 +396,7 @@ class Rules:
     def _start(self, *, late_grant: bool, clocks: tuple[int, ...], cost: int) -> World:
         product = self.product
         decode = tuple(
-            self.shelf.add(
-                self._cores.remote_engine(
-                    "p", "host", product.engine_limits, identity=str(rank), observe=self.shelf.observer
-                )
-            )
+            self.fresh_remote_engine(rank)
             for _ in range(product.decode_engines)
             for rank in range(product.decode_ranks)
         )
@@ -435,6 +432,13 @@ class Rules:
             parked=(),
             bereaved=(False,) * len(decode),
         )
+
+    def fresh_remote_engine(self, rank: int) -> int:
+        """What a rank of D has admitted."""
+        fresh = self._cores.remote_engine(
+            "p", "host", self.product.engine_limits, identity=str(rank), observe=self.shelf.observer
+        )
+        return self.shelf.add(fresh)
 
     def _fresh_lending(self) -> Lending:
         return self._cores.lending(self.product.lending_limits, self.shelf.observer)
@@ -1021,6 +1025,13 @@ class Turn:
                     raise Broken(f"invariant 2: a quarantine of request {request} is lifted that does not exist")
                 self._require_quiescence(request, rank, "leaves its quarantine")
                 self._set_part(request, rank, report=REPORTED)
+            case PassToSuccessor(event=event):
+                kept = self._shelf.core(self.cores[core])
+                if isinstance(kept, RemoteEngine) and kept.is_finished:
+                    rank = core % self._product.decode_ranks
+                    self.cores = _put(self.cores, core, self._rules.fresh_remote_engine(rank))
+                self.bereaved = _put(self.bereaved, core, False)
+                self.feed(core, event)
 
     def _report(self, core: int, report: Report) -> None:
         request, rank = self._part_of(core, report.request_id)

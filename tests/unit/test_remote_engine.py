@@ -65,6 +65,7 @@ from statemachine.remote_engine import (
     NotificationFailed,
     NotifyReleases,
     NotNeeded,
+    PassToSuccessor,
     PostReads,
     ReadChecked,
     ReadEnded,
@@ -1001,8 +1002,43 @@ def test_retired_while_nothing_is_connected_it_is_finished_at_once() -> None:
     assert not drive.core.is_retired
     drive.feed(Retire())
     assert (drive.core.is_retired, drive.core.is_finished) == (True, True)
-    (report,) = drive.start("a")
-    assert report == failed("a", PeerRetired(peer="p"))
+    assert drive.wait(600 * S) == []
+
+
+@pytest.mark.parametrize("is_finished", [False, True])
+def test_who_comes_when_nobody_is_left_in_it_is_for_the_successor(is_finished: bool) -> None:
+    """In the order in which they came, and with the age that they have by then: a lease may be taken to have begun when
+    this engine first heard of the request."""
+    drive = connected()
+    drive.feed(Retire())
+    if is_finished:
+        drive.feed(TornDown(connection=1))
+    effects = drive.announce("a") + drive.wait(2 * S) + drive.start("a") + drive.need_nothing("b", B)
+    drive.wait(3 * S)
+    if not is_finished:
+        assert effects == []
+        effects = drive.feed(TornDown(connection=1))
+    waited_ns = 0 if is_finished else 3 * S
+    passed = [each.event for each in only(effects, PassToSuccessor)]
+    assert len(passed) == len(effects)
+    ages_ns = [0 if is_finished else 5 * S, waited_ns]
+    assert [each.age_ns for each in passed[:2]] == ages_ns
+    assert list(map(type, passed)) == [Announced, Started, NotNeeded]
+
+
+def test_who_waits_for_a_successor_that_will_not_come_is_told() -> None:
+    drive = connected()
+    drive.feed(Retire())
+    assert drive.start("a") == []
+    assert drive.feed(Stop(failure=STOPPED)) == [failed("a", PeerRetired(peer="p"))]
+
+
+def test_nobody_waits_for_the_successor_of_an_engine_whose_connection_stays() -> None:
+    """A connection is torn down within moments. But if another core stands on its agents whose READs hang, it stays."""
+    drive = connected()
+    drive.feed(Retire())
+    assert drive.start("a") == []
+    assert drive.wait(30 * S) == [failed("a", PeerRetired(peer="p"))]
 
 
 def test_retired_while_reading_it_lets_the_reads_end_and_refuses_who_waits() -> None:

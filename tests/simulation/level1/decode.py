@@ -607,6 +607,7 @@ class DecodeRank:
                 lease=pull.lease,
                 address=pull.prompt.engine.name,
                 age_ns=self._clock.local_ns(self._heap.now_ns) - pull.heard_local_ns,
+                message=(self.announce, pull),
             )
         )
 
@@ -624,6 +625,7 @@ class DecodeRank:
                 lease=pull.lease,
                 address=pull.prompt.engine.name,
                 age_ns=self._clock.local_ns(self._heap.now_ns) - pull.heard_local_ns,
+                message=(self.start, pull),
             )
         )
 
@@ -631,13 +633,18 @@ class DecodeRank:
         reader = self._reader(pull, is_awaited=False)
         if reader is not None:
             reader.deliver(
-                core.NotNeeded(request_id=pull.request_id, lease=pull.lease, address=pull.prompt.engine.name)
+                core.NotNeeded(
+                    request_id=pull.request_id,
+                    lease=pull.lease,
+                    address=pull.prompt.engine.name,
+                    message=(self.need_nothing, pull),
+                )
             )
 
     def abort(self, pull: Pull) -> None:
         reader = self.tell_roster(roster.AbortAsked(request_id=pull.request_id, message=pull))
         if reader is not None:
-            reader.deliver(core.AbortAsked(request_id=pull.request_id))
+            reader.deliver(core.AbortAsked(request_id=pull.request_id, message=(self.abort, pull)))
 
     # --- the roster -------------------------------------------------------------------------------------------------
 

@@ -79,6 +79,7 @@ class Reader(Executor):
                 core.NotifyReleases: self._notify_releases,
                 core.Report: self._report,
                 core.LiftQuarantine: self._lift_quarantine,
+                core.PassToSuccessor: self._pass_to_successor,
                 core.NoteHandshakeFailure: self._note_handshake_failure,
             },
         )
@@ -346,6 +347,10 @@ class Reader(Executor):
 
     def _lift_quarantine(self, effect: core.LiftQuarantine) -> None:
         self.rank.life.hear_lift(self.rank.pulls[effect.request_id])
+
+    def _pass_to_successor(self, effect: core.PassToSuccessor) -> None:
+        call, argument = effect.event.message
+        self._heap.after(0, call, argument)
 
     def _note_handshake_failure(self, effect: core.NoteHandshakeFailure) -> None:
         self.world.oracles.handshake_failures += 1

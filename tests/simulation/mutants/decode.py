@@ -1070,6 +1070,16 @@ PEERS = (
         place=ByTest(CORE + "::test_an_engine_that_is_given_up_takes_nobody_and_is_finished"),
     ),
     Mutant(
+        name="who came too late waits for ever",
+        rule="who waits is told",
+        row=45,
+        broken="a request for an engine that is given up waits for its successor, however long the connection stays",
+        changes=(Edit(RemoteEngine._follow_up, "if self._parked and not self._passes_to_successor:", "if False:"),),
+        place=ByTest(
+            "tests/unit/test_remote_engine.py::test_nobody_waits_for_the_successor_of_an_engine_whose_connection_stays"
+        ),
+    ),
+    Mutant(
         name="attempts to say releases hold requests up",
         rule="fails at once in back-off",
         row=48,

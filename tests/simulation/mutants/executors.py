@@ -384,15 +384,6 @@ READS = (
         place=ByTest("tests/unit/test_deferred_commands.py::test_everything_else_passes"),
     ),
     Mutant(
-        name="who came too late waits for ever",
-        row=45,
-        broken="a request for an engine that is given up waits for its successor, however long the connection stays",
-        changes=(Edit(PeerActor._hear_all, "if self._unheard and not self.core.takes_nobody:", "if False:"),),
-        place=ByTest(
-            "tests/unit/test_peer_actor_crash.py::test_who_came_too_late_does_not_wait_for_a_connection_that_stays"
-        ),
-    ),
-    Mutant(
         name="agents are removed under others",
         row=14,
         broken="who lets go of an agent removes it, although another stands on it",
