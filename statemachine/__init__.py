@@ -23,6 +23,7 @@ Imports neither trio, zmq, torch, nixl nor vllm (tests/unit/test_imports.py enfo
     admission      core of whoever listens: what strangers may cost. It has a method for each event instead of `handle`,
                    because it is asked for every message that comes
 
+    agents         who stands on the agents that NIXL has loaded for a rank of D, and when they are removed
     quarantine     when blocks in quarantine are too many to go on reading
     outcome        what an event of a core has led to: effects, and steps for its observer
     deadlines      the timers of a core

@@ -8,10 +8,8 @@ may copy a whole READ (CMA), so a large request or a burst from one peer must no
 everything else, and an order that is given up early costs nothing. There is no task in between: whoever orders posts,
 and so does the event that ends somebody's turn.
 
-Agents are shared. Two actors may talk to the same built-in engine, which different requests describe with different
-sizes; the agent is removed when the last of them lets go. Who gives it up because of a failure has the others give it
-up, too: what is in flight over it in part may write for as long as it is loaded, and it can be loaded afresh only when
-it was removed.
+Agents are shared: two actors may talk to the same built-in engine, which different requests describe with different
+sizes. Who stands on which, and when it is removed, is the matter of `statemachine/agents.py`.
 """
 
 from __future__ import annotations
@@ -19,8 +17,8 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, assert_never
 
 from connector.clock import Clock
 from connector.observe.catalogue import READS_FAILED
@@ -42,6 +40,8 @@ from connector.ports.nixl import (
 )
 from connector.protocol import WorkerEvent
 from connector.runtime.figures import Figures
+from statemachine import agents
+from statemachine.agents import Agents, Loaded
 from statemachine.failures import Failure, TransferError
 from statemachine.remote_engine import ReadEnded
 
@@ -86,21 +86,6 @@ class AgentOwner(Protocol):
         """Another one has given this agent up: so have we to, as soon as our READs over it have ended."""
 
 
-@dataclass(eq=False)
-class _Agent:
-    """One that is loaded.
-
-    Attributes:
-        owners: who stands on it; never empty.
-        failure: why one of them has given it up.
-        on_removed: who has let go and waits for its removal.
-    """
-
-    owners: dict[AgentOwner, None] = field(default_factory=dict)
-    failure: Failure | None = None
-    on_removed: list[Callable[[], None]] = field(default_factory=list)
-
-
 class Reads:
     """See the module's docstring.
 
@@ -142,9 +127,7 @@ class Reads:
         # When the port was given each of these.
         self._posted_ns: dict[ReadHandle, int] = {}
         self._local_lists: dict[tuple[MemoryRun, ...], DescriptorListHandle] = {}
-        self._agents: dict[AgentName, _Agent] = {}
-        # Of each load that is under way, whose name is not known yet: which agents the port was told to remove since.
-        self._removed: dict[object, set[AgentName]] = {}
+        self._agents = Agents()
         port.set_event_callback(self._receive)
 
     @property
@@ -170,26 +153,18 @@ class Reads:
     async def load_agent(self, metadata: bytes, owner: AgentOwner) -> AgentName | None:
         """Load a peer's agent for `owner`. None when it has to be removed before it can be of use again: somebody who
         stood on it has given it up, or READs of the owner's own last connection have not ended (docs/nixl.md)."""
-        load = object()
-        removed = self._removed[load] = set()
-        try:
-            while True:
+        result, name = Loaded.AGAIN, None
+        while result is Loaded.AGAIN:
+            load, name = self._agents.begin_load(), None
+            try:
                 name = await self.port.add_remote_agent(metadata)
-                if name not in removed:
-                    break
-                removed.clear()  # its last owner let go meanwhile, and the port may have removed it after this
-        finally:
-            del self._removed[load]
-        agent = self._agents.setdefault(name, _Agent())
-        if agent.failure is not None or owner in agent.owners:
-            return None
-        agent.owners[owner] = None
-        return name
+            finally:
+                result = self._agents.end_load(load, name, owner)
+        return name if result is Loaded.STANDS else None
 
     def is_lost(self, name: AgentName) -> bool:
         """Whether somebody has given up this loaded agent."""
-        agent = self._agents.get(name)
-        return agent is None or agent.failure is not None
+        return self._agents.is_lost(name)
 
     async def unload_agent(
         self, name: AgentName, owner: AgentOwner, failure: Failure | None, on_removed: Callable[[], None]
@@ -201,29 +176,20 @@ class Reads:
             on_removed: called once when the agent is removed, or when the port has failed at it; without a failure,
                 when `owner` has let go.
         """
-        agent = self._agents.get(name)
-        if agent is None:
-            on_removed()
-            return
-        agent.owners.pop(owner, None)
-        if agent.owners:
-            if failure is None:
-                on_removed()
-                return
-            agent.on_removed.append(on_removed)
-            if agent.failure is None:
-                agent.failure = failure
-                for other in list(agent.owners):
-                    other.agent_lost(name, failure)
-            return
-        del self._agents[name]
-        for removed in self._removed.values():
-            removed.add(name)
-        try:
-            await self.port.remove_remote_agent(name)
-        finally:
-            for each in (*agent.on_removed, on_removed):
-                each()
+        for effect in self._agents.let_go(name, owner, failure, on_removed):
+            match effect:
+                case agents.TellLost(agent=agent, owner=other):
+                    other.agent_lost(agent, effect.failure)
+                case agents.TellOver(waiting=over):
+                    over()
+                case agents.Remove(agent=agent):
+                    try:
+                        await self.port.remove_remote_agent(agent)
+                    finally:
+                        for each in effect.waiting:
+                            each()
+                case _:
+                    assert_never(effect)
 
     async def local_list(self, runs: tuple[MemoryRun, ...]) -> DescriptorListHandle:
         """The prepared list of local memory for `runs`; shared by all peers and kept until the end."""

@@ -131,13 +131,13 @@ def test_an_agent_that_is_loaded_while_its_last_owner_lets_go_stays_loaded() -> 
 
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(load)
-                while not reads._removed:
+                while not reads._agents._removed:
                     await trio.lowlevel.checkpoint()
                 await reads.unload_agent(name, first, None, lambda: None)
             assert loaded == [name]
             assert d.counts().remote_agents == 1
             await reads.unload_agent(name, second, None, lambda: None)
             assert d.counts().remote_agents == 0
-            assert reads._removed == {}
+            assert reads._agents._removed == {}
 
     run(test)

@@ -24,6 +24,7 @@ from connector.runtime.supervisor import Supervisor
 from connector.scheduler.kept_blocks import KeptBlocks
 from connector.scheduler.lends import Lends
 from connector.worker.connector_worker import ConnectorWorker
+from statemachine.agents import Agents
 from statemachine.loads import Loads
 from tests.simulation.faults import Kind
 from tests.simulation.mutants.mutant import ByTest, Do, Edit, Mutant, Patch, Seeds, Set, fault
@@ -387,7 +388,7 @@ READS = (
         name="agents are removed under others",
         row=14,
         broken="who lets go of an agent removes it, although another stands on it",
-        changes=(Edit(Reads.unload_agent, "if agent.owners:", "if False:"),),
+        changes=(Edit(Agents.let_go, "if not found.owners:", "if True:"),),
         place=ByTest("tests/unit/test_reads.py::test_an_agent_is_removed_when_the_last_who_stands_on_it_lets_go"),
     ),
     Mutant(
@@ -395,15 +396,15 @@ READS = (
         row=47,
         broken="the agent of a connection that broke stays loaded, so that it can never be loaded afresh",
         changes=(
-            Edit(Reads.unload_agent, "del self._agents[name]", "agent.owners[owner] = None"),
-            Edit(Reads.unload_agent, "await self.port.remove_remote_agent(name)", "pass"),
+            Edit(Agents.let_go, "del self._by_name[agent]", "found.owners[owner] = None"),
+            Edit(Reads.unload_agent, "await self.port.remove_remote_agent(agent)", "pass"),
         ),
         place=level2("recovery", *READ_ERRORS),
     ),
     Mutant(
         name="loaded while it was removed",
         broken="an agent whose last owner lets go while another one loads it is taken for loaded",
-        changes=(Edit(Reads.load_agent, "if name not in removed:", "if True:"),),
+        changes=(Edit(Agents.end_load, "if agent in removed:", "if False:"),),
         place=ByTest(
             "tests/actors/test_shared_agents.py::test_an_agent_that_is_loaded_while_its_last_owner_lets_go_stays_loaded"
         ),
@@ -421,14 +422,14 @@ READS = (
         name="over while another keeps the agent",
         row=70,
         broken="what failed over an agent is taken to be over soon, although another keeps that agent loaded",
-        changes=(Edit(Reads.unload_agent, "agent.on_removed.append(on_removed)", "on_removed()"),),
+        changes=(Edit(Agents.let_go, "found.waiting.append(waiting)", "waiting()"),),
         place=ByTest("tests/unit/test_reads.py::test_who_gave_up_a_shared_agent_waits_for_those_who_still_read"),
     ),
     Mutant(
         name="others keep a broken agent",
         row=47,
         broken="nobody tells those who share an agent that it has failed, and nobody can load it afresh",
-        changes=(Edit(Reads.unload_agent, "other.agent_lost(name, failure)", "pass"),),
+        changes=(Edit(Reads.unload_agent, "other.agent_lost(agent, effect.failure)", "pass"),),
         place=ByTest("tests/actors/test_shared_agents.py::test_what_fails_at_one_is_rebuilt_by_all"),
     ),
     Mutant(
@@ -442,7 +443,7 @@ READS = (
         name="who retires takes the agent with it",
         row=47,
         broken="an actor that needs an agent no more has the others give it up",
-        changes=(Edit(Reads.unload_agent, "if failure is None:", "if False:"),),
+        changes=(Edit(Agents.let_go, "if failure is None:", "if False:"),),
         place=ByTest("tests/unit/test_reads.py::test_an_agent_is_removed_when_the_last_who_stands_on_it_lets_go"),
     ),
     Mutant(
