@@ -20,6 +20,13 @@ NS_PER_SECOND = 1_000_000_000
 _REBUILD_FROM = 64
 
 
+def earliest(one_ns: int | None, other_ns: int | None) -> int | None:
+    """Of two deadlines that there may be."""
+    if one_ns is None or other_ns is None:
+        return other_ns if one_ns is None else one_ns
+    return min(one_ns, other_ns)
+
+
 class Deadlines(Generic[K]):
     """In nanoseconds of the clock that the core is driven by. Keys due together come up in the order of setting."""
 

@@ -40,7 +40,7 @@ class Departure(msgspec.Struct, frozen=True, kw_only=True):
     until_ns: int = 0
 
 
-class Said(Event, frozen=True, kw_only=True):
+class LeavingAnnounced(Event, frozen=True, kw_only=True):
     """A rank of it has said, over a connection that stands, that the engine leaves by then."""
 
     until_ns: int
@@ -69,7 +69,7 @@ class LoseEverything(Effect, frozen=True, kw_only=True):
 Effects: TypeAlias = tuple[NoteLeaving | LoseEverything, ...]
 
 
-def _say(departure: Departure, event: Said) -> tuple[Departure, Effects]:
+def _say(departure: Departure, event: LeavingAnnounced) -> tuple[Departure, Effects]:
     is_new = departure.state is State.STAYS
     return Departure(state=State.LEAVING, until_ns=event.until_ns), (NoteLeaving(),) if is_new else NO_EFFECTS
 
@@ -89,10 +89,10 @@ MACHINE: Machine[Departure, Effects] = Machine(
     states=State,
     initial=_STAYS,
     terminal=frozenset(),
-    events=(Said, ConnectionEnded, AttemptFailed, Connected),
+    events=(LeavingAnnounced, ConnectionEnded, AttemptFailed, Connected),
     table={
-        (_STAYS, Said): to(_say, _LEAVING),
-        (_LEAVING, Said): to(_say, _LEAVING),
+        (_STAYS, LeavingAnnounced): to(_say, _LEAVING),
+        (_LEAVING, LeavingAnnounced): to(_say, _LEAVING),
         (_LEAVING, ConnectionEnded): to(_end, _LEFT),
         (_LEAVING, AttemptFailed): to(_end, _LEFT),
         (_LEAVING, Connected): to(_stay, _STAYS),
@@ -103,7 +103,7 @@ MACHINE: Machine[Departure, Effects] = Machine(
         **pairs((_STAYS,), (ConnectionEnded, AttemptFailed), "nobody had said that it would end: it may be back soon"),
         **pairs((_STAYS,), (Connected,), "nothing else was known"),
         **pairs((_LEFT,), (ConnectionEnded,), "it is gone already"),
-        **pairs((_LEFT,), (Said,), "another rank of it has said so in the moment in which the first one ended"),
+        **pairs((_LEFT,), (LeavingAnnounced,), "another rank of it has said so in the moment in which one ended"),
     },
     impossible={},
 )

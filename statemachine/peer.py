@@ -19,9 +19,8 @@ READs that do not end.
 
 What makes a ready connection suspect: a READ or a notification that found the transport lost, a READ that ended with
 an error and may still be in flight in part, a request that was quarantined, a control socket that was reset or over
-which nothing is answered any more, and any of these over the same agents at somebody else who knows this engine by
-other sizes. No new READ is posted before the
-connection has been rebuilt.
+which nothing is answered any more, or any of these on another core that shares this connection's agents. No new READ is
+posted before the connection has been rebuilt.
 
 A failed peer fails requests at once while it backs off, so that a dead engine does not fill the decode engine's block
 pool with requests that wait for it. The delay doubles from attempt to attempt, with jitter; not where the engine's port

@@ -296,15 +296,15 @@ def _complete(request: Request, event: ReadCompleted) -> tuple[Request, Effects]
     request = msgspec.structs.replace(_without(request, event.read), last_completed_ns=last_completed_ns)
     if event.read in request.unchecked:
         return request, (CheckRead(read=event.read),)
-    return _look_at_proof(request, event.proven_until_ns)
+    return _finish_if_proven(request, event.proven_until_ns)
 
 
 def _check(request: Request, event: ReadChecked) -> tuple[Request, Effects]:
     request = msgspec.structs.replace(request, unchecked=request.unchecked - {event.read})
-    return _look_at_proof(request, event.proven_until_ns)
+    return _finish_if_proven(request, event.proven_until_ns)
 
 
-def _look_at_proof(request: Request, proven_until_ns: int) -> tuple[Request, Effects]:
+def _finish_if_proven(request: Request, proven_until_ns: int) -> tuple[Request, Effects]:
     """One READ less is awaited."""
     if request.awaited:
         return request, NO_EFFECTS
@@ -366,13 +366,8 @@ def _crash_reading(request: Request, event: ShellFailed) -> tuple[Request, Effec
     return _drain(request, State.FAILED, event.failure)
 
 
-def _drain_one(request: Request, event: ReadCompleted | ReadQuiesced) -> tuple[Request, Effects]:
-    request = _without(request, event.read)
-    return (request, NO_EFFECTS) if request.in_flight else _finish_draining(request)
-
-
-def _drain_failed(request: Request, event: ReadFailed) -> tuple[Request, Effects]:
-    if not event.is_quiescent:
+def _drain_one(request: Request, event: ReadCompleted | ReadFailed | ReadQuiesced) -> tuple[Request, Effects]:
+    if isinstance(event, ReadFailed) and not event.is_quiescent:
         return request, NO_EFFECTS
     request = _without(request, event.read)
     return (request, NO_EFFECTS) if request.in_flight else _finish_draining(request)
@@ -458,7 +453,7 @@ MACHINE: Machine[Request, Effects] = Machine(
         (_PROVING, Aborted): to(_abort, _FAILED),
         (_PROVING, ShellFailed): to(_fail, _FAILED),
         (_DRAINING, ReadCompleted): to(_drain_one, _DRAINING, _PENDING, _FAILED, _EXPIRED),
-        (_DRAINING, ReadFailed): to(_drain_failed, _DRAINING, _PENDING, _FAILED, _EXPIRED),
+        (_DRAINING, ReadFailed): to(_drain_one, _DRAINING, _PENDING, _FAILED, _EXPIRED),
         (_DRAINING, ReadQuiesced): to(_drain_one, _DRAINING, _PENDING, _FAILED, _EXPIRED),
         (_DRAINING, LeaseGone): to(_stop_retry, _DRAINING),
         (_DRAINING, DeadlinePassed): to(_stop_retry, _DRAINING),
@@ -477,7 +472,7 @@ MACHINE: Machine[Request, Effects] = Machine(
     impossible={
         **pairs((_PENDING,), (ReadCompleted, ReadFailed, ReadQuiesced), "no READ is ordered before the peer is ready"),
         **pairs((_PROVING,), (ReadCompleted, ReadFailed, ReadQuiesced), "every READ has completed"),
-        **pairs((_PENDING, _PROVING, _DRAINING), (ReadChecked,), "only what counts is checked"),
+        **pairs((_PENDING, _PROVING, _DRAINING), (ReadChecked,), "the core drops a check that nobody waits for"),
         **pairs(
             (_READING,), (ReadQuiesced,), "only a READ that failed or was not posted becomes quiescent in this way"
         ),

@@ -52,6 +52,7 @@ from connector.wire.bounded import DecodeFailed
 from connector.wire.notifications import encode_heartbeats, encode_release
 from statemachine import remote_engine as core
 from statemachine import roster
+from statemachine.deadlines import earliest
 from statemachine.failures import ActorCrashed, BadParams, ChecksumsMissing, Failure
 from statemachine.kernel import Effect, Event
 from statemachine.roster import PeerKey
@@ -183,7 +184,7 @@ class PeerActor:
                 raise crash
             if self.core.is_finished:
                 return
-            self._wakes_at_ns = self._next_deadline()
+            self._wakes_at_ns = earliest(self.core.next_deadline(), self._notices.next_deadline())
             with trio.move_on_after(seconds_until(self._wakes_at_ns, self._context.clock.now_ns())):
                 await self._attention.wait()
 
@@ -193,17 +194,10 @@ class PeerActor:
         if self._is_running and not self._is_at_work:
             self._work()
             # What is due is done by the task, once for all who tell something in this turn: leases are held together.
-            next_ns = self._next_deadline()
+            next_ns = earliest(self.core.next_deadline(), self._notices.next_deadline())
             is_too_late = next_ns is not None and self._sleeps_beyond(next_ns)
             if self._crash is not None or self.core.is_finished or is_too_late:
                 self._attention.set()
-
-    def _next_deadline(self) -> int | None:
-        """The next deadline of the core, or of a line that is to be written."""
-        next_ns, said_ns = self.core.next_deadline(), self._notices.next_deadline()
-        if next_ns is None or said_ns is None:
-            return said_ns if next_ns is None else next_ns
-        return min(next_ns, said_ns)
 
     def _sleeps_beyond(self, deadline_ns: int) -> bool:
         """Whether the task wakes up after it. If it is due, always: our clock goes on while a machine is suspended, and

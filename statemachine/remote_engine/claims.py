@@ -112,9 +112,10 @@ class Claims:
 
     Attributes:
         link: the connection that leases are spoken of over; None unless the peer is ready.
+        dues: when a lease is to be asked for, or its release said, again; by lease and rank of P. Empty without a link.
     """
 
-    __slots__ = ("_by_lease", "_consumed", "_dues", "_limits", "_outcome", "_timers", "_wanted", "link")
+    __slots__ = ("_by_lease", "_consumed", "_limits", "_outcome", "_timers", "_wanted", "dues", "link")
 
     def __init__(self, limits: EngineLimits, timers: Deadlines[TimerKey], outcome: Outcome) -> None:
         self._limits = limits
@@ -127,9 +128,8 @@ class Claims:
         self._wanted: set[LeaseName] = set()
         # Leases that were released here. None of them gets a user again.
         self._consumed = Remembered(CONSUMED_MAX)
-        # When a lease is to be asked for, or its release said, again; by lease and rank of P. One heap for all ranks:
-        # the next deadline costs the same however many there are. Empty without a link.
-        self._dues: Deadlines[tuple[LeaseName, int]] = Deadlines()
+        # One heap for all ranks: the next deadline costs the same however many there are.
+        self.dues: Deadlines[tuple[LeaseName, int]] = Deadlines()
 
     def __len__(self) -> int:
         return len(self._by_lease)
@@ -145,10 +145,6 @@ class Claims:
         """Whether somebody here wants any."""
         return bool(self._wanted)
 
-    def next_due_ns(self) -> int | None:
-        """When there is something to say."""
-        return self._dues.next_ns()
-
     # --- who wants what ---------------------------------------------------------------------------------------------
 
     def is_consumed(self, lease: LeaseName) -> bool:
@@ -162,7 +158,7 @@ class Claims:
         self._wanted.add(lease)
         claim = self._by_lease.get(lease)
         if claim is not None:
-            self._timers.cancel(("over", lease))
+            self._timers.cancel(("release_given_up", lease))
             claim.users[request_id] = None
             return claim
         claim = self._by_lease[lease] = Claim(lease, heard_ns)
@@ -185,13 +181,12 @@ class Claims:
         # Else P was never met: it may be named again, and P is told when it is met in time.
         if self.drop_if_over(claim):
             return
-        self._timers.set(("over", lease), max(claim.proven_until_ns, now_ns + self._limits.lease_ns))
+        self._timers.set(("release_given_up", lease), max(claim.proven_until_ns, now_ns + self._limits.lease_ns))
 
     def _let_go(self, claim: Claim) -> None:
         self._consumed.add(_text(claim.lease))
-        for rank, each in enumerate(claim.holds):
-            if not hold.MACHINE.is_terminal(each):
-                self._step_hold(claim, rank, hold.LetGo())
+        for rank in range(len(claim.holds)):
+            self._step_hold(claim, rank, hold.LetGo())
 
     def drop_if_over(self, claim: Claim) -> bool:
         if claim.users or not claim.is_over:
@@ -203,9 +198,9 @@ class Claims:
         self._by_lease.pop(claim.lease, None)
         self._wanted.discard(claim.lease)
         self._timers.cancel(("assumed", claim.lease))
-        self._timers.cancel(("over", claim.lease))
+        self._timers.cancel(("release_given_up", claim.lease))
         for rank in range(self._ranks):
-            self._dues.cancel((claim.lease, rank))
+            self.dues.cancel((claim.lease, rank))
 
     def drop_all(self) -> None:
         """Nothing is asked for or said any more: the leases end by themselves."""
@@ -216,9 +211,8 @@ class Claims:
     def give_up(self, lease: LeaseName) -> None:
         """The lease must be over, whether P has heard of our release or not."""
         claim = self._by_lease[lease]
-        for rank, each in enumerate(claim.holds):
-            if each.state is hold.State.RELEASING:
-                self._step_hold(claim, rank, hold.GiveUp())
+        for rank in range(len(claim.holds)):
+            self._step_hold(claim, rank, hold.GiveUp())
         self._drop(claim)
 
     # --- what P says ------------------------------------------------------------------------------------------------
@@ -232,7 +226,7 @@ class Claims:
         self._step_hold(claim, rank, hold.HeldByPeer(proven_until_ns=sent_ns + max(0, reach_ns)))
         if claim.holds[rank].state is hold.State.HELD and self.link is not None:
             # Before half of what was granted is gone.
-            self._dues.set((lease, rank), max(now_ns + self.resend_ns, sent_ns + reach_ns // 2))
+            self.dues.set((lease, rank), max(now_ns + self.resend_ns, sent_ns + reach_ns // 2))
         return claim
 
     def lose(self, lease: LeaseName, rank: int, why: str) -> Claim | None:
@@ -259,9 +253,8 @@ class Claims:
         return claims
 
     def _lose_holds(self, claim: Claim, why: str) -> None:
-        for rank, each in enumerate(claim.holds):
-            if not hold.MACHINE.is_terminal(each):
-                self._step_hold(claim, rank, hold.GoneAtPeer(why=why))
+        for rank in range(len(claim.holds)):
+            self._step_hold(claim, rank, hold.GoneAtPeer(why=why))
 
     def want_none(self) -> None:
         """The engine has left: none of them is worth a handshake. Who wants one still is told when it starts."""
@@ -299,16 +292,15 @@ class Claims:
     def _be_silent(self) -> None:
         for rank in range(self._ranks):
             self.note_answer(rank)
-        self._dues.clear()
+        self.dues.clear()
 
     def _meet(self, claim: Claim, link: Connection, now_ns: int) -> bool:
         """Say what there is to say about this lease to each rank; False: none of them keeps it."""
         if claim.holds and len(claim.holds) != link.ranks:
             self._lose_holds(claim, RESIZED)
             return False
-        for rank, each in enumerate(claim.holds):
-            if not hold.MACHINE.is_terminal(each):
-                self._step_hold(claim, rank, hold.Reconnected())
+        for rank in range(len(claim.holds)):
+            self._step_hold(claim, rank, hold.Reconnected())
         if not claim.holds:
             self._begin_holds(claim, link.ranks)
             if not claim.users:
@@ -323,7 +315,7 @@ class Claims:
             self._timers.set(("assumed", claim.lease), until_ns)
         for rank, each in enumerate(claim.holds):
             if not hold.MACHINE.is_terminal(each):
-                self._dues.set((claim.lease, rank), now_ns)
+                self.dues.set((claim.lease, rank), now_ns)
         return True
 
     def _begin_holds(self, claim: Claim, ranks: int) -> None:
@@ -342,7 +334,7 @@ class Claims:
             match effect:
                 case hold.SayReleased():
                     if rank < self._ranks:  # there are fewer where P is not connected, or has come back smaller
-                        self._dues.set((claim.lease, rank), 0)
+                        self.dues.set((claim.lease, rank), 0)
                 case _:
                     assert_never(effect)
 
@@ -351,16 +343,16 @@ class Claims:
         claim = self._by_lease[lease]
         for rank in range(self._ranks):
             if claim.holds[rank].proven_until_ns < of_ns:
-                self._dues.set((lease, rank), now_ns)
+                self.dues.set((lease, rank), now_ns)
 
     def send_due(self, now_ns: int) -> None:
         """Say what is due to each rank, many leases in one message: with what is due now goes what is due soon. Leases
         that came at different moments are renewed together from then on."""
-        link, first_ns = self.link, self._dues.next_ns()
+        link, first_ns = self.link, self.dues.next_ns()
         if link is None or first_ns is None or first_ns > now_ns:
             return
         alike: dict[tuple[int, hold.State], list[LeaseName]] = {}
-        while (due := self._dues.take_due(now_ns + self.resend_ns // SAID_EARLY_DIVISOR)) is not None:
+        while (due := self.dues.take_due(now_ns + self.resend_ns // SAID_EARLY_DIVISOR)) is not None:
             lease, rank = due
             alike.setdefault((rank, self._by_lease[lease].holds[rank].state), []).append(lease)
         for (rank, state), leases in alike.items():
@@ -387,14 +379,14 @@ class Claims:
         if not link.is_builtin and not self._expects_answer(rank):
             self._timers.set(("answer", rank), now_ns + self._limits.lease_ns - self.resend_ns)
         for lease in leases:
-            self._dues.set((lease, rank), again_ns)
+            self.dues.set((lease, rank), again_ns)
 
     def _expects_answer(self, rank: int) -> bool:
-        return ("answer", rank) in self._timers or ("silence", rank) in self._timers
+        return ("answer", rank) in self._timers or ("answer_grace", rank) in self._timers
 
     def note_answer(self, rank: int) -> None:
         self._timers.cancel(("answer", rank))
-        self._timers.cancel(("silence", rank))
+        self._timers.cancel(("answer_grace", rank))
 
     # --- for the explorer -------------------------------------------------------------------------------------------
 
@@ -405,7 +397,7 @@ class Claims:
         other._by_lease = {lease: claim.copy() for lease, claim in self._by_lease.items()}
         other._wanted = set(self._wanted)
         other._consumed = self._consumed.copy()
-        other._dues = self._dues.copy()
+        other.dues = self.dues.copy()
         return other
 
     def freeze(self, now_ns: int) -> Hashable:
@@ -414,7 +406,7 @@ class Claims:
             frozenset(self._wanted),
             self._consumed.freeze(),
             self.link is not None,
-            self._dues.freeze(now_ns),
+            self.dues.freeze(now_ns),
         )
 
 

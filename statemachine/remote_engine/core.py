@@ -9,7 +9,7 @@ from typing import Any, assert_never
 import msgspec
 
 from statemachine import departure, hold, peer, request
-from statemachine.deadlines import NS_PER_SECOND, Deadlines
+from statemachine.deadlines import NS_PER_SECOND, Deadlines, earliest
 from statemachine.failures import (
     ActorCrashed,
     BadParams,
@@ -123,10 +123,7 @@ class RemoteEngine:
     # --- driving ----------------------------------------------------------------------------------------------------
 
     def next_deadline(self) -> int | None:
-        timer_ns, due_ns = self._timers.next_ns(), self._claims.next_due_ns()
-        if timer_ns is None or due_ns is None:
-            return timer_ns if due_ns is None else due_ns
-        return min(timer_ns, due_ns)
+        return earliest(self._timers.next_ns(), self._claims.dues.next_ns())
 
     def advance(self, now_ns: int) -> list[Effect]:
         """Do what is due. One deadline at a time: if one raises, the others stay due."""
@@ -164,7 +161,7 @@ class RemoteEngine:
                 self._suspect(number, ControlLinkLost(**self._of_peer(), detail=detail), now_ns)
             case LeavingSaid(connection=number, grace_ns=grace_ns):
                 if self._connections.is_current(number):
-                    self._step_departure(departure.Said(until_ns=now_ns + grace_ns), now_ns)
+                    self._step_departure(departure.LeavingAnnounced(until_ns=now_ns + grace_ns), now_ns)
             case NotificationFailed(connection=number, failure=failure):
                 if failure.transport_lost:
                     self._suspect(number, failure, now_ns)
@@ -546,7 +543,7 @@ class RemoteEngine:
                 # Where the port refuses, asking again costs nothing: no pause, in which a new process is not found.
                 is_awaited = is_awaited and not isinstance(failure, ConnectionRefused)
             elif not is_awaited:
-                self._timers.set(("again", None), now_ns + self._limits.lease_ns // ATTEMPTS_PER_LEASE)
+                self._timers.set(("release_retry", None), now_ns + self._limits.lease_ns // ATTEMPTS_PER_LEASE)
             self._step_peer(peer.HandshakeFailed(failure=cause, is_awaited=is_awaited), now_ns)
 
     def _suspect(self, number: int, failure: Failure, now_ns: int) -> None:
@@ -708,8 +705,8 @@ class RemoteEngine:
                 self._step_request(subject, unproven, now_ns)
             case "answer":
                 # It may be that it was us who stood still, and that its answer waits to be heard.
-                self._timers.set(("silence", subject), now_ns + self._claims.resend_ns)
-            case "silence":
+                self._timers.set(("answer_grace", subject), now_ns + self._claims.resend_ns)
+            case "answer_grace":
                 current = self._connections.current
                 assert current is not None
                 silent = PeerSilent(
@@ -720,11 +717,11 @@ class RemoteEngine:
                 self._suspect(current.number, silent, now_ns)
             case "assumed":
                 self._tell_gone(self._claims.lose_everywhere(subject, ASSUMED_OVER), now_ns)
-            case "over":
+            case "release_given_up":
                 self._claims.give_up(subject)
             case "grace":
                 self._settle_reads(subject, now_ns)
-            case "again":
+            case "release_retry":
                 pass  # the timer kept `_follow_up` from it
             case "backoff":
                 self._step_peer(peer.BackoffElapsed(), now_ns)
@@ -757,7 +754,7 @@ class RemoteEngine:
         """Whether leases alone are worth a handshake: somebody wants one, or is owed its release and the last attempt
         to say so was a while ago."""
         is_owed = len(self._claims) > 0 and self._departure.state is not departure.State.LEFT
-        return self._claims.are_wanted or (is_owed and ("again", None) not in self._timers)
+        return self._claims.are_wanted or (is_owed and ("release_retry", None) not in self._timers)
 
     @property
     def _is_awaited(self) -> bool:

@@ -15,11 +15,22 @@ Address: TypeAlias = Hashable
 """Where the engine's side channel is; opaque to the core."""
 
 TimerKind: TypeAlias = Literal[
-    "deadline", "quiesce", "proof", "assumed", "over", "grace", "answer", "silence", "backoff", "again", "drain"
+    "deadline",
+    "quiesce",
+    "proof",
+    "assumed",
+    "release_given_up",
+    "grace",
+    "answer",
+    "answer_grace",
+    "backoff",
+    "release_retry",
+    "drain",
 ]
 TimerKey: TypeAlias = tuple[TimerKind, Any]
-"""What is waited for and whose: ("deadline" | "quiesce" | "proof", request id), ("assumed" | "over", lease),
-("grace", connection), ("answer" | "silence", rank of P), ("backoff" | "again" | "drain", None)."""
+"""What is waited for and whose: ("deadline" | "quiesce" | "proof", request id), ("grace", connection),
+("assumed" | "release_given_up", lease), ("answer" | "answer_grace", rank of P),
+("backoff" | "release_retry" | "drain", None)."""
 
 
 class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):

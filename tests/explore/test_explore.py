@@ -377,7 +377,7 @@ def never_renew(patch: Patch) -> None:
 
     def once(self: Claims, lease: Any, rank: int, sent_ns: int, remaining_ns: int, now_ns: int) -> Any:
         claim = prove(self, lease, rank, sent_ns, remaining_ns, now_ns)
-        self._dues.cancel((lease, rank))
+        self.dues.cancel((lease, rank))
         return claim
 
     patch.attribute(Claims, "prove", once)
@@ -531,10 +531,10 @@ def promise_beyond_the_end(patch: Patch) -> None:
 
 def leaving_is_the_end(patch: Patch) -> None:
     """D takes the word for the end: what could be read till then fails."""
-    say = departure.MACHINE.table[departure.State.STAYS, departure.Said].handler
+    say = departure.MACHINE.table[departure.State.STAYS, departure.LeavingAnnounced].handler
     patch.handler(
         departure.MACHINE,
-        (departure.State.STAYS, departure.Said),
+        (departure.State.STAYS, departure.LeavingAnnounced),
         lambda value, event: (say(value, event)[0], (departure.LoseEverything(),)),
     )
 

@@ -469,7 +469,7 @@ class NeverRenews(BrokenClaims):
 
         def prove(self, lease: Any, rank: int, *arguments: Any) -> Any:
             claim = super().prove(lease, rank, *arguments)
-            self._dues.cancel((lease, rank))
+            self.dues.cancel((lease, rank))
             return claim
 
 

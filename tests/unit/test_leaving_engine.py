@@ -241,7 +241,7 @@ def test_news_of_a_connection_that_is_given_up_is_no_news() -> None:
     d.take(NoteLeaving)
     leaving(d)
     assert d.take(NoteLeaving) == []
-    assert departure.MACHINE.step(Departure(state=State.LEFT), departure.Said(until_ns=1)) == (
+    assert departure.MACHINE.step(Departure(state=State.LEFT), departure.LeavingAnnounced(until_ns=1)) == (
         Departure(state=State.LEFT),
         (),
     )

@@ -306,7 +306,7 @@ def test_another_attempt_is_checked_anew() -> None:
 
 @pytest.mark.parametrize("request_", [new(), proving(), run(reading(2), Aborted())[0]], ids=lambda each: each.state)
 def test_nothing_is_checked_that_does_not_count(request_: Request) -> None:
-    with pytest.raises(ProtocolError, match="only what counts is checked"):
+    with pytest.raises(ProtocolError, match="drops a check that nobody waits for"):
         MACHINE.step(request_, checked(0))
 
 

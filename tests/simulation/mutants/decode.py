@@ -19,7 +19,7 @@ PROOF = (
         rule="the report waits for the proof",
         row=1,
         broken="a request is done when its READs are, whether P still kept the blocks or not",
-        changes=(Edit(request._look_at_proof, "if request.last_completed_ns <= proven_until_ns:", "if True:"),),
+        changes=(Edit(request._finish_if_proven, "if request.last_completed_ns <= proven_until_ns:", "if True:"),),
         place=Explored(within(SIBLINGS, 1), "invariant 3"),
     ),
     Mutant(
@@ -87,7 +87,7 @@ PROOF = (
         name="proof never asked for",
         rule="asked once more",
         broken="a request that lacks a proof waits for the next renewal instead of asking now",
-        changes=(Edit(Claims.ask_for_proof, "self._dues.set((lease, rank), now_ns)", "pass"),),
+        changes=(Edit(Claims.ask_for_proof, "self.dues.set((lease, rank), now_ns)", "pass"),),
         place=ByTest(CORE + "::test_a_request_that_lacks_a_proof_asks_at_once_and_not_for_ever"),
     ),
     Mutant(
@@ -241,8 +241,8 @@ KEEPING = (
         changes=(
             Edit(
                 Claims.prove,
-                "self._dues.set((lease, rank), max(now_ns + self.resend_ns, sent_ns + reach_ns // 2))",
-                "self._dues.cancel((lease, rank))",
+                "self.dues.set((lease, rank), max(now_ns + self.resend_ns, sent_ns + reach_ns // 2))",
+                "self.dues.cancel((lease, rank))",
             ),
         ),
         place=Explored(within(ONE, 1), "invariant 9"),
@@ -275,9 +275,9 @@ KEEPING = (
         changes=(
             Edit(
                 Claims._say,
-                "for lease in leases:\n        self._dues.set((lease, rank), again_ns)",
+                "for lease in leases:\n        self.dues.set((lease, rank), again_ns)",
                 "for lease in leases:\n        if state is hold.State.RELEASING or link.is_builtin:\n"
-                "            self._dues.set((lease, rank), again_ns)",
+                "            self.dues.set((lease, rank), again_ns)",
             ),
         ),
         place=ByTest(CORE + "::test_a_hold_is_asked_until_it_is_answered_and_renewed_before_half_of_it_is_gone"),
@@ -303,7 +303,7 @@ KEEPING = (
         rule="released by the last",
         row=54,
         broken="nobody tells P that the blocks are not needed any more",
-        changes=(Edit(Claims._let_go, "if not hold.MACHINE.is_terminal(each):", "if False:"),),
+        changes=(Edit(Claims._let_go, "self._step_hold(claim, rank, hold.LetGo())", "pass"),),
         place=ByTest(CORE + "::test_a_release_is_said_to_each_rank_until_it_is_confirmed"),
     ),
     Mutant(
@@ -322,9 +322,9 @@ KEEPING = (
         changes=(
             Edit(
                 Claims._say,
-                "for lease in leases:\n        self._dues.set((lease, rank), again_ns)",
+                "for lease in leases:\n        self.dues.set((lease, rank), again_ns)",
                 "for lease in leases:\n        if state is not hold.State.RELEASING:\n"
-                "            self._dues.set((lease, rank), again_ns)",
+                "            self.dues.set((lease, rank), again_ns)",
             ),
         ),
         place=ByTest(CORE + "::test_a_release_is_said_to_each_rank_until_it_is_confirmed"),
@@ -337,8 +337,8 @@ KEEPING = (
         changes=(
             Edit(
                 Claims._meet,
-                "if not hold.MACHINE.is_terminal(each):\n            self._dues",
-                "if each.state is not hold.State.RELEASING:\n            self._dues",
+                "if not hold.MACHINE.is_terminal(each):\n            self.dues",
+                "if each.state is not hold.State.RELEASING:\n            self.dues",
             ),
         ),
         place=ByTest(CORE + "::test_a_release_that_is_owed_is_said_over_the_next_connection"),
@@ -700,7 +700,7 @@ REQUESTS = (
         broken="a request that reads from several ranks is done when the first READ is complete",
         changes=(
             Edit(
-                request._look_at_proof,
+                request._finish_if_proven,
                 "if request.awaited:\n        return request, NO_EFFECTS",
                 "request = msgspec.structs.replace(request, in_flight=frozenset())",
             ),
@@ -936,8 +936,8 @@ PEERS = (
         changes=(
             Edit(
                 RemoteEngine._fire,
-                """self._timers.set(("silence", subject), now_ns + self._claims.resend_ns)""",
-                """self._timers.set(("silence", subject), now_ns)""",
+                """self._timers.set(("answer_grace", subject), now_ns + self._claims.resend_ns)""",
+                """self._timers.set(("answer_grace", subject), now_ns)""",
             ),
         ),
         place=ByTest(
