@@ -69,11 +69,12 @@ class PauseOver(Event, frozen=True, kw_only=True):
 
 
 class Answered(Event, frozen=True, kw_only=True):
-    """This engine is there. `is_own`: it is the one that asks."""
+    """This engine is there. `is_own`: it is the one that asks. `is_connected`: it is connected already."""
 
     place: Place
     engine: Engine
     is_own: bool = False
+    is_connected: bool = False
 
 
 class Failed(Event, frozen=True, kw_only=True):
@@ -98,7 +99,8 @@ class AskWho(Effect, frozen=True, kw_only=True):
 
 
 class Meet(Effect, frozen=True, kw_only=True):
-    """Connect this engine, unless it is; feed EngineConnected. If it is not in time, the core sees it by itself."""
+    """Connect this engine, unless it is; feed EngineConnected when it has been. If it is not in time, the core sees it
+    by itself."""
 
     place: Place
     engine: Any
@@ -264,6 +266,8 @@ class Introductions:
                 return self.advance(now_ns)  # who is new is due
             case Answered(place=place) | Failed(place=place):
                 self._step(place, event, now_ns)
+                if isinstance(event, Answered) and event.is_connected:
+                    self._tell(event.engine, Connected(), now_ns)
             case EngineConnected(engine=engine):
                 self._tell(engine, Connected(), now_ns)
             case EngineLost(engine=engine):

@@ -142,8 +142,6 @@ class Introducer:
                         pp_size=engine.pp_size,
                     )
                     self._meet(MeetPeer(peer=address))
-                    if self._is_connected(engine):
-                        self.note_connected(engine)
                 case core.SayFailed(place=place, problem=problem):
                     self._say(f"the engine at {place} cannot be met before its first request: {problem}")
                 case core.SayForgotten(place=place, unmet_ns=unmet_ns):
@@ -184,4 +182,5 @@ class Introducer:
             return core.Failed(place=place, problem=BUILTIN)
         engine_id = said.metadata.engine_id
         key = PeerKey(engine_id, said.actor.tp_size, said.actor.dcp_size, said.actor.pp_size)
-        return core.Answered(place=place, engine=key, is_own=engine_id == self._own_engine_id)
+        is_own = engine_id == self._own_engine_id
+        return core.Answered(place=place, engine=key, is_own=is_own, is_connected=self._is_connected(key))

@@ -67,6 +67,14 @@ def met(core: Introductions, place: str = A, engine: object = FIRST, now_ns: int
     assert state(core, place) is State.MET
 
 
+def test_an_engine_that_is_connected_already_is_met_when_it_answers() -> None:
+    """The roster is told all the same: somebody wants it."""
+    core = named(A)
+    answered = Answered(place=A, engine=FIRST, is_connected=True)
+    assert core.handle(answered, 0) == [Meet(place=A, engine=FIRST)]
+    assert state(core) is State.MET
+
+
 def test_whoever_is_named_is_asked_at_once_and_connected() -> None:
     core = named(A, B)
     met(core, A, FIRST)
