@@ -19,7 +19,7 @@ Leaving. When the engine is to end (`Leave`), what is lent is served on: release
 renewals come to an end, with the grace period. A lease that was granted or promised is kept (a decode engine may have
 proved READs by it, and a built-in one takes it for granted), so nothing is lent after a grace period of at least
 `lease_ns` if nothing is granted in the last `lease_ns` of it. Which prefills are still granted is the scheduler's
-matter (`connector/scheduler/draining.py`). Every decode engine that has asked for a lease is told at once, and one that
+matter (`grant`). Every decode engine that has asked for a lease is told at once, and one that
 is met later when it first asks.
 """
 
