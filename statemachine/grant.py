@@ -1,7 +1,7 @@
 """What an engine does with the blocks of one request when it ends: its scheduler's part in lending them.
 
     present    it is here, and its blocks are not lent, as it looks now
-    accepted   they will be lent; it is not computed yet
+    accepted   they are to be lent; it is not computed yet
     computing  it is computed, and the ranks know the lease, which is not granted yet
     lent       it has ended, and its blocks are kept until the ranks say that the lease is over
     freed      they were lent, and are vLLM's again

@@ -36,7 +36,7 @@ class LentCounts(NamedTuple):
     """What an engine lends.
 
     Attributes:
-        lent: requests whose blocks are lent, and prefills that were accepted and will be.
+        lent: requests whose blocks are lent, and prefills that were accepted and are to be.
         not_lent: prefills that came when it had stopped lending or was to end.
         answering: requests whose answers it writes itself, and which draining does not wait for.
     """
@@ -124,15 +124,8 @@ class Granting:
             case Scheduled(request_id=request_id, is_wanted=is_wanted, terms=terms):
                 lease = self._next_lease(request_id)
                 self._step(request_id, machine.Scheduled(now_ns=now_ns, is_wanted=is_wanted, lease=lease, terms=terms))
-            case Finished(request_id=request_id):
-                finished = machine.Finished(
-                    now_ns=now_ns,
-                    is_whole=event.is_whole,
-                    leaves_enough=event.leaves_enough,
-                    lease=self._next_lease(request_id),
-                    terms=event.terms,
-                )
-                self._step(request_id, finished)
+            case Finished():
+                self._finish(event, now_ns)
             case LeaseOver(request_id=request_id):
                 self._step(request_id, machine.LeaseOver())
             case _:
@@ -143,10 +136,26 @@ class Granting:
 
     def _arrive(self, arrived: Arrived, now_ns: int) -> None:
         request_id = arrived.request_id
+        if request_id in self._grants:
+            # vLLM refuses an id that it knows, so it has no other request of it any more.
+            self._finish(
+                Finished(request_id=request_id, is_whole=False, leaves_enough=False, terms=arrived.terms), now_ns
+            )
+            self._step(request_id, machine.LeaseOver())
         grant = Grant(request_id=request_id, request=arrived.request, for_decode=arrived.for_decode, heard_ns=now_ns)
-        self._put(self._grants.get(request_id), grant)
+        self._put(None, grant)
         event = machine.Arrived(is_wanted=arrived.is_wanted, is_nameable=arrived.is_nameable, terms=arrived.terms)
         self._step(request_id, event)
+
+    def _finish(self, finished: Finished, now_ns: int) -> None:
+        event = machine.Finished(
+            now_ns=now_ns,
+            is_whole=finished.is_whole,
+            leaves_enough=finished.leaves_enough,
+            lease=self._next_lease(finished.request_id),
+            terms=finished.terms,
+        )
+        self._step(finished.request_id, event)
 
     def _next_lease(self, request_id: str) -> LeaseName:
         return LeaseName(request_id, self._next_number)

@@ -9,8 +9,8 @@
     computed      it has blocks, and nothing is loaded for it, or no more
     ended         it has ended before
 
-Only the first two are those of every request; the three after them are of loads that have failed, where vLLM computes
-what it could not load (`recompute`). What requests wait for one another is in `loads`.
+`failed`, `to_compute` and `without_room` are of loads that have failed, where vLLM computes what it could not load
+(`recompute`). What requests wait for one another is in `loads`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         source: what is to be read, and from where; opaque here.
         heard_ns: when the engine first heard of it.
         began_ns: when it got blocks to read into.
-        is_held_up: no load begins, so this one is not offered, and may be computed instead.
+        is_suspended: no load begins, so this one is not offered, and may be computed instead.
     """
 
     request_id: str
@@ -48,13 +48,13 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     heard_ns: int
     state: State = State.QUEUED
     began_ns: int = 0
-    is_held_up: bool = False
+    is_suspended: bool = False
 
 
 class Asked(Event, frozen=True, kw_only=True):
-    """vLLM looks for blocks for it. `is_held_up`: no load may begin now."""
+    """vLLM looks for blocks for it. `is_suspended`: no load may begin now."""
 
-    is_held_up: bool = False
+    is_suspended: bool = False
 
 
 class NoRoomFound(Event, frozen=True, kw_only=True):
@@ -93,12 +93,12 @@ class StartLoad(Effect, frozen=True, kw_only=True):
 
 class ReleaseUnread(Effect, frozen=True, kw_only=True):
     """Nothing is read: whoever lends may free its blocks. `is_computed`: vLLM computes what it needs of it, and with
-    `was_held_up` because no load began."""
+    `was_suspended` because no load began."""
 
     request_id: str
     source: Any
     is_computed: bool
-    was_held_up: bool
+    was_suspended: bool
 
 
 class AbortLoad(Effect, frozen=True, kw_only=True):
@@ -123,8 +123,8 @@ class NoteTaken(Effect, frozen=True, kw_only=True):
 Effects: TypeAlias = tuple[StartLoad | ReleaseUnread | AbortLoad | NoteWait | NoteTaken, ...]
 
 
-def _hold_up(load: Load, event: Asked) -> tuple[Load, Effects]:
-    return msgspec.structs.replace(load, is_held_up=event.is_held_up), NO_EFFECTS
+def _suspend(load: Load, event: Asked) -> tuple[Load, Effects]:
+    return msgspec.structs.replace(load, is_suspended=event.is_suspended), NO_EFFECTS
 
 
 def _queue_behind(load: Load, event: Asked) -> tuple[Load, Effects]:
@@ -141,7 +141,7 @@ def _regain_room(load: Load, event: RoomReturned) -> tuple[Load, Effects]:
 
 def _release_unread(load: Load, *, is_computed: bool) -> Effects:
     release = ReleaseUnread(
-        request_id=load.request_id, source=load.source, is_computed=is_computed, was_held_up=load.is_held_up
+        request_id=load.request_id, source=load.source, is_computed=is_computed, was_suspended=load.is_suspended
     )
     return release, NoteTaken(source=load.source)
 
@@ -187,7 +187,7 @@ MACHINE: Machine[Load, Effects] = Machine(
     terminal=frozenset({State.LOADED, State.COMPUTED, State.ENDED}),
     events=(Asked, NoRoomFound, RoomReturned, Allocated, LoadEnded, Ended),
     table={
-        (_QUEUED, Asked): to(_hold_up, _QUEUED),
+        (_QUEUED, Asked): to(_suspend, _QUEUED),
         (_QUEUED, Allocated): to(_allocate, _LOADING, State.COMPUTED),
         (_QUEUED, Ended): to(_end_queued, State.ENDED),
         (_LOADING, LoadEnded): to(_end_load, State.LOADED, _FAILED),

@@ -173,16 +173,16 @@ class Loads:
         """Take one event in; returns what to do, in order."""
         match event:
             case Heard(request_id=request_id, source=source):
-                fresh = Load(request_id=request_id, source=source, heard_ns=now_ns)
-                self._put(self._loads.get(request_id), fresh)
+                # vLLM refuses an id that it knows, so it has no other request of it any more.
+                self._end(request_id, has_failed=False)
+                self._put(None, Load(request_id=request_id, source=source, heard_ns=now_ns))
             case Allocated(request_id=request_id, loads=loads):
                 self._leave_queue(request_id)
                 self._step(request_id, machine.Allocated(now_ns=now_ns, loads=loads))
             case LoadEnded(request_id=request_id, has_failed=has_failed):
                 self._step(request_id, machine.LoadEnded(has_failed=has_failed))
             case Ended(request_id=request_id, has_failed=has_failed):
-                self._leave_queue(request_id)
-                self._step(request_id, machine.Ended(has_failed=has_failed))
+                self._end(request_id, has_failed=has_failed)
             case StepScheduled(is_kept=is_kept):
                 self._begin_step(is_kept)
             case _:
@@ -194,7 +194,7 @@ class Loads:
         return self._answer(asked), self._take()
 
     def _take(self) -> list[LoadEffect]:
-        self.has_to_step = self._lets_pass or len(self._offered) > 0 or self._are_held_up
+        self.has_to_step = self._lets_pass or len(self._offered) > 0 or self._are_suspended
         effects, self._effects = self._effects, []
         return effects
 
@@ -208,7 +208,7 @@ class Loads:
     def _answer(self, asked: Asked) -> Answer:
         request_id = asked.request_id
         before = self._state(request_id)
-        self._step(request_id, machine.Asked(is_held_up=asked.pays and self._are_held_up))
+        self._step(request_id, machine.Asked(is_suspended=asked.pays and self._are_suspended))
         if before is State.FAILED:
             return Answer.LET_PASS
         if asked.room is not Room.ENOUGH:
@@ -216,23 +216,23 @@ class Loads:
             return Answer.LET_PASS
         if self._lets_pass and before is not State.TO_COMPUTE:
             return Answer.LET_PASS
-        if before is State.QUEUED and asked.pays and not self._are_held_up:
+        if before is State.QUEUED and asked.pays and not self._are_suspended:
             self._offered.add(request_id)
             return Answer.LOAD
         return Answer.COMPUTE
 
     @property
-    def _are_held_up(self) -> bool:
+    def _are_suspended(self) -> bool:
         """vLLM keeps all that is free, and more, for a load that has failed: no other would begin before that one has
         its blocks, and nobody behind a load that cannot begin is looked at."""
         return len(self._by_state[State.WITHOUT_ROOM]) > 0
 
     def _find_no_room(self, asked: Asked) -> None:
         request_id = asked.request_id
-        were_held_up = self._are_held_up
+        were_suspended = self._are_suspended
         if self._state(request_id) is not None:
             self._step(request_id, machine.NoRoomFound())
-        if self._are_held_up and not were_held_up:
+        if self._are_suspended and not were_suspended:
             self._effects.append(SayNoLoads(request_id=request_id))
         if request_id not in self._without_room:
             self._without_room.add(request_id)
@@ -246,6 +246,10 @@ class Loads:
             self._without_room.remove(request_id)
             self._effects.append(SayRoomFound(request_id=request_id))
         self._behind_lent_back.discard(request_id)
+
+    def _end(self, request_id: str, *, has_failed: bool) -> None:
+        self._leave_queue(request_id)
+        self._step(request_id, machine.Ended(has_failed=has_failed))
 
     def _begin_step(self, is_kept: bool) -> None:
         if not is_kept:
@@ -265,11 +269,11 @@ class Loads:
         before = self._loads.get(request_id)
         if before is None:
             return  # nothing is loaded for it, or it is over
-        were_held_up = self._are_held_up
+        were_suspended = self._are_suspended
         after, effects = machine.MACHINE.step(before, event)
         self._put(before, after)
         self._effects += effects
-        if were_held_up and not self._are_held_up:
+        if were_suspended and not self._are_suspended:
             self._effects.append(SayLoadsAgain())
 
     def _put(self, before: Load | None, after: Load) -> None:

@@ -18,12 +18,15 @@ SUITES_CHEAP_FIRST = ("unit", "explore", "simulation", "actors", "conformance", 
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """SIGTERM interrupts, as Ctrl-C does."""
+    """SIGTERM interrupts, as Ctrl-C does. So does Ctrl-C in a run that a shell has begun in the background: such a run
+    ignores SIGINT, and so would the programs that tests start."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, interrupt)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

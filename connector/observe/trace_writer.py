@@ -80,7 +80,7 @@ class TraceWriter:
         if self._is_closed:
             return
         if not self._lines.is_open:
-            self._tell_lost(records)
+            self._tell_lost(self._kept(records))
             return
         waiting = self._put - self._done
         if self._gap is not None and waiting <= self._queue_records_max // 2:
@@ -108,10 +108,12 @@ class TraceWriter:
                 self._put - self._done,
                 CLOSE_SECONDS,
             )
+        self._tell_lost()
 
-    def _tell_lost(self, records: tuple[TransitionRecord, ...]) -> None:
+    def _tell_lost(self, more: int = 0) -> None:
+        """Records that the thread has lost, and so many more, count as missing."""
         lost = self._lost
-        if missing := lost - self._told + self._kept(records):
+        if missing := lost - self._told + more:
             self._told = lost
             self._on_missing(missing)
 

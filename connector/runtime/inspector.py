@@ -87,6 +87,14 @@ _ListKey: TypeAlias = tuple[ReplyAddress, inspection.What, str]
 """Who has asked, and for what (`Inspect.match`)."""
 
 
+class _Kept(NamedTuple):
+    """A list of which more is to be told: until when it is kept, and for which question it was made."""
+
+    until: float
+    number: int
+    source: _Source
+
+
 class Inspector:
     """See the module's docstring. All methods are called in the trio thread.
 
@@ -126,7 +134,7 @@ class Inspector:
         # Requests that were read, and could not be finished: when this was told, and why. The oldest first.
         self._failed_loads: OrderedDict[str, tuple[int, Failure]] = OrderedDict()
         # What is to be told on, and until when it is kept. What was asked for last is last.
-        self._lists: OrderedDict[_ListKey, tuple[float, _Source]] = OrderedDict()
+        self._lists: OrderedDict[_ListKey, _Kept] = OrderedDict()
         # For the question in hand.
         self._looked_at = self._rendered = 0
 
@@ -173,17 +181,20 @@ class Inspector:
 
     def _forget_lists(self) -> None:
         now = trio.current_time()
-        while self._lists and next(iter(self._lists.values()))[0] <= now:
+        while self._lists and next(iter(self._lists.values())).until <= now:
             self._lists.popitem(last=False)
 
     async def _answer(self, question: Inspect, reply_to: ReplyAddress) -> tuple[bytes]:
         await trio.lowlevel.checkpoint()
         key = (reply_to, question.what, question.match)
-        _, kept = self._lists.pop(key, (0.0, None))
-        if question.first and kept is not None:
-            first, source = question.first, kept
+        kept = self._lists.pop(key, None)
+        # A first question that comes twice was sent again because its answer was late: the list is the same.
+        if kept is not None and (question.first or question.number == kept.number):
+            first, source = question.first, kept.source
+            number = kept.number
         else:
             first, source = 0, await self._source(question)
+            number = question.number
         answer = AnswerBuilder(question.rows)
         looked_at = rendered = 0
         position, total = first, len(source.candidates)
@@ -203,7 +214,7 @@ class Inspector:
         next_row = position if position < total else None
         self._looked_at += position - first
         if next_row is not None:
-            self._lists[key] = trio.current_time() + LIST_KEPT_SECONDS, source
+            self._lists[key] = _Kept(trio.current_time() + LIST_KEPT_SECONDS, number, source)
             if len(self._lists) > LISTS_KEPT:
                 self._lists.popitem(last=False)
         return answer.frames(question, wall=self._clock.wall(), total=total, first=first, next_row=next_row)
@@ -234,8 +245,8 @@ class Inspector:
                 named = list(reversed(self._local_prefills))
                 return _Source(named, lambda each, what: what in each[1].request_id, self._local_prefill_row)
             case "without_room":
-                lacking = list(self._without_room.values())
-                return _Source(lacking, lambda each, what: what in each[1].request_id, self._without_room_row)
+                lacking = list(self._without_room)
+                return _Source(lacking, lambda request_id, what: what in request_id, self._without_room_row)
             case "records":
                 steps = self._context.recorder.flight.newest_first()
                 return _Source(
@@ -518,7 +529,10 @@ class Inspector:
             age_seconds=self._passed(seen_ns),
         )
 
-    def _without_room_row(self, noted: tuple[int, RoomLacking]) -> AnyRow:
+    def _without_room_row(self, request_id: str) -> AnyRow | None:
+        noted = self._without_room.get(request_id)
+        if noted is None:
+            return None
         since_ns, lacking = noted
         return inspection.WithoutRoomRow(
             request_id=text(lacking.request_id),

@@ -470,7 +470,7 @@ class ConnectorScheduler:
     def _release_unread(self, release: ReleaseUnread) -> None:
         """Nothing is read: the engine that lends may free its blocks now."""
         request_id, pull = release.request_id, release.source
-        because = catalogue.NO_ROOM if release.was_held_up else pull.computed_because
+        because = catalogue.NO_ROOM if release.was_suspended else pull.computed_because
         if release.is_computed and because is not None:
             self._figures.note_local_prefill(because)
         command = self._pulls.skip(request_id, pull)

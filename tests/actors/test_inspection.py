@@ -418,6 +418,30 @@ def test_what_lives_all_the_while_is_told_whatever_ends_between_two_answers() ->
     run(test)
 
 
+def test_a_first_question_that_was_sent_again_is_answered_from_the_same_list() -> None:
+    """Its answer was late. The tool has taken the first one and goes on from there."""
+
+    async def test() -> None:
+        async with engine("p", serves=True) as p:
+            inspector = p.supervisor._inspector
+
+            async def ask(number: int, first: int) -> list[str]:
+                question = Inspect(number=number, what="without_room", first=first, rows=3)
+                (frame,) = await inspector._answer(question, b"tool")
+                return [row.request_id for row in decode_inspected([frame]).rows if isinstance(row, WithoutRoomRow)]
+
+            for name in "abcdef":
+                inspector.note_no_room(RoomLacking(request_id=name, num_tokens=1, quarantined=1, lent_back=0))
+            assert await ask(1, 0) == ["a", "b", "c"]
+            inspector.note_room("a")
+            assert await ask(1, 0) == ["b", "c", "d"]
+            assert await ask(2, 3) == ["d", "e", "f"]
+            inspector.note_room("b")
+            assert await ask(3, 0) == ["c", "d", "e"]
+
+    run(test)
+
+
 def test_no_step_is_told_twice_whatever_is_recorded_between_two_answers() -> None:
     async def test() -> None:
         async with engine("p", serves=True) as p:

@@ -271,3 +271,19 @@ def test_what_is_broken_is_found(monkeypatch: pytest.MonkeyPatch, name: str) -> 
                 monkeypatch.setitem(grant.MACHINE.table, pair, grant.to(instead, *transition.targets))
     with pytest.raises(Broken):
         search()
+
+
+def test_a_request_whose_id_comes_again_has_ended() -> None:
+    """vLLM refuses that; nothing is left of the former one all the same."""
+    core, terms = Granting(1), TIMES["serves"][1]
+    arrived = Arrived(request_id="a", request=0, for_decode=True, is_wanted=True, is_nameable=True, terms=terms)
+    core.handle(arrived, 0)
+    (announced,) = core.handle(Scheduled(request_id="a", is_wanted=True, terms=terms), 0)
+    assert isinstance(announced, AnnounceLease)
+    assert core.handle(arrived, 0) == [WithdrawLease(lease=announced.lease), LeaveTokens(request=0)]
+    (again,) = core.handle(Scheduled(request_id="a", is_wanted=True, terms=terms), 0)
+    assert isinstance(again, AnnounceLease)
+    assert again.lease != announced.lease
+    core.handle(Finished(request_id="a", is_whole=True, leaves_enough=True, terms=terms), 0)
+    core.handle(arrived, 0)
+    assert core.counts == (1, 0, 0)

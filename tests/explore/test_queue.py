@@ -10,8 +10,8 @@ import pytest
 
 from statemachine import load
 from statemachine.kernel import Event
-from statemachine.load import State
-from statemachine.loads import Answer, Asked, Loads, Room
+from statemachine.load import AbortLoad, State
+from statemachine.loads import Allocated, Answer, Asked, Heard, Loads, Room
 from tests.explore.queue import SETTINGS, Broken, Setting, search
 
 
@@ -101,7 +101,7 @@ BROKEN = {
     "what is kept from the pool is not looked at": broken(_answer=_has_enough),
     "a load lets nobody pass": broken(_begin_step=_lets_nobody_pass),
     "a load lets everybody pass for good": broken(_begin_step=_goes_on_letting_pass),
-    "loads begin beside one that lacks room": broken(_are_held_up=property(lambda core: False)),
+    "loads begin beside one that lacks room": broken(_are_suspended=property(lambda core: False)),
     "who has ended is not forgotten": broken(_leave_queue=lambda core, request_id: None),
     "what is read is read once more": broken(_answer=_loads_again),
 }
@@ -111,3 +111,13 @@ BROKEN = {
 def test_what_is_broken_is_found(name: str) -> None:
     with pytest.raises(Broken, match=", after request"):
         search_all(BROKEN[name])
+
+
+def test_a_request_whose_id_comes_again_has_ended() -> None:
+    """vLLM refuses that; nothing is left of the former one all the same."""
+    core = Loads()
+    heard = Heard(request_id="a", source=1)
+    core.handle(heard, 0)
+    core.handle(Allocated(request_id="a", loads=True), 0)
+    assert AbortLoad(request_id="a") in core.handle(heard, 0)
+    assert (list(core.queued), list(core.loading)) == (["a"], [])

@@ -224,6 +224,16 @@ def test_a_trace_that_an_error_has_ended_takes_nothing_and_all_that_is_lost_coun
     assert "; what to do: free space or choose another trace_directory, and restart it" in said
 
 
+def test_what_an_error_has_cost_counts_although_nothing_is_written_after_it(tmp_path: Path) -> None:
+    lines = opened(tmp_path / "traces")
+    missing: list[int] = []
+    writer = TraceWriter(lines, on_missing=missing.append)
+    (tmp_path / "traces").rmdir()
+    writer.write(record(0), record(1))
+    writer.close()
+    assert missing == [2]
+
+
 def test_of_what_is_lost_after_an_error_the_sample_counts(tmp_path: Path) -> None:
     lines = opened(tmp_path / "traces", sample=0.0)
     missing: list[int] = []
