@@ -2,8 +2,9 @@
 
 Requests load their KV, are lent, are computed here, or are sessions that go on; loads fail, and their blocks are
 quarantined and come back; clients leave; scheduling is paused in both of vLLM's ways, and the prefix cache is reset;
-the queue is one of priorities or not, and steps overlap or not. There is no worker: what it would report is drawn.
-After each step every reference to a block has an owner. In the end, when all that waits is reported, everything ends.
+the queue is one of priorities or not, steps overlap or not, and vLLM keeps a reserve of blocks or not. There is no
+worker: what it would report is drawn. After each step every reference to a block has an owner. In the end, when all
+that waits is reported, everything ends.
 """
 
 from __future__ import annotations
@@ -99,6 +100,11 @@ class Orders:
         )
         self.scheduler = self.engine.scheduler
         self.scheduler.max_num_active_reqs = chance.choice([2, 4, 8])
+        # Options of vLLM that have to do with room; drawn apart, so that a seed stays what it is.
+        rarely = random.Random(f"options {seed}")
+        self.scheduler.kv_cache_manager.watermark_blocks = rarely.choice([0, 0, 1, 3])
+        self.scheduler.scheduler_reserve_full_isl = rarely.random() < 0.7
+        self.scheduler.scheduler_config.long_prefill_token_threshold = rarely.choice([0, 0, 16, 32])
         self.pool = self.scheduler.kv_cache_manager.block_pool
         shared = [tokens_of(chance.randint(5, TOKENS_MAX - 40), seed=chance.randint(0, 3)) for _ in range(6)]
         self.prompts = [[*tokens, *[chance.randint(0, 400)] * chance.randint(0, 40)] for tokens in shared]
