@@ -53,9 +53,8 @@ class GroupPull(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StartPull(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Read a request's blocks, group by group.
+    """Read a request's blocks, group by group: vLLM has parked the request until they are here.
 
-    With `awaited` false there is nothing to read, and no group: the peer is only told that this consumer is finished.
     `num_tokens`: tokens to load, counted from the start of the request (None: as far as both tables reach);
     `remote_num_tokens`: how many the peer has, if it says so. `age_seconds`: how long ago this engine first heard of
     the request, when the command was made.
@@ -68,13 +67,24 @@ class StartPull(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     groups: tuple[GroupPull, ...]
     num_tokens: int | None
     remote_num_tokens: int | None
-    awaited: bool
     age_seconds: float
 
     @property
     def local_block_ids(self) -> list[int]:
         """The blocks of all groups; ids of different groups come from the same pool."""
         return [block_id for group in self.groups for block_id in group.local_block_ids]
+
+
+class ReleaseUnread(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Nothing is read for the request: tell the peer that this consumer of the lease is finished.
+
+    `age_seconds` is as in StartPull.
+    """
+
+    request_id: str
+    lease: LeaseName
+    peer: PeerAddress
+    age_seconds: float
 
 
 class RejectPull(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -99,7 +109,8 @@ class AbortPull(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class TrackLease(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The request waits in the scheduler's queue: keep its lease on the peer alive.
 
-    Exactly one StartPull for the same request and peer follows, with which this ends. `age_seconds` is as there.
+    Exactly one StartPull or ReleaseUnread for the same request and peer follows, with which this ends. `age_seconds` is
+    as there.
     """
 
     request_id: str
@@ -206,6 +217,7 @@ class LoadFailed(msgspec.Struct, frozen=True, kw_only=True):
 
 Command: TypeAlias = (
     StartPull
+    | ReleaseUnread
     | RejectPull
     | AbortPull
     | TrackLease
@@ -232,7 +244,7 @@ class AfterSteps(NamedTuple):
     are_over: Callable[[], bool]
 
 
-PullCommand: TypeAlias = StartPull | AbortPull | TrackLease | MeetPeer
+PullCommand: TypeAlias = StartPull | ReleaseUnread | AbortPull | TrackLease | MeetPeer
 
 
 # --- worker events -------------------------------------------------------------------------------------------------

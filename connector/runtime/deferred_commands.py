@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import trio
 
-from connector.protocol import AbortPull, AfterSteps, Command, RejectPull, StartPull, TrackLease
+from connector.protocol import AbortPull, AfterSteps, Command, RejectPull, ReleaseUnread, StartPull, TrackLease
 
 LOOK_SECONDS = 0.0005
 
@@ -97,4 +97,6 @@ class DeferredCommands:
 
 def _request_of(command: Command) -> str:
     """The request of ours that it is about, or an empty string."""
-    return command.request_id if isinstance(command, StartPull | AbortPull | RejectPull | TrackLease) else ""
+    if isinstance(command, StartPull | ReleaseUnread | AbortPull | RejectPull | TrackLease):
+        return command.request_id
+    return ""

@@ -38,6 +38,7 @@ from connector.protocol import (
     PullCommand,
     QuarantineLifted,
     ReceiveEnded,
+    ReleaseUnread,
     StartPull,
     SumsFound,
     TrackLease,
@@ -300,7 +301,7 @@ class PeerActor:
                 return core.AbortAsked(request_id=request_id, message=command)
             case MeetPeer(peer=address):
                 return core.MeetAsked(address=address, message=command)
-            case StartPull(awaited=False):
+            case ReleaseUnread():
                 self._notices.end(command.request_id)
                 return core.NotNeeded(
                     request_id=command.request_id, lease=command.lease, address=command.peer, message=command

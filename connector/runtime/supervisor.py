@@ -20,7 +20,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import assert_never
 
-import msgspec
 import trio
 
 from connector.clock import NS_PER_SECOND, to_ns
@@ -39,6 +38,7 @@ from connector.protocol import (
     PeerAddress,
     ReceiveEnded,
     RejectPull,
+    ReleaseUnread,
     RoomFound,
     RoomLacking,
     StartPull,
@@ -237,8 +237,8 @@ class Supervisor:
                 self._report_lost(command, error)
 
     def _report_lost(self, command: StartPull | RejectPull, error: Exception) -> None:
-        """A mistake costs the request that it occurred with. Whether a READ of it has begun is not known. If vLLM does
-        not wait for the request, or it is reported by its actor as well, the engine thread does not tell it."""
+        """A mistake costs the request that it occurred with. Whether a READ of it has begun is not known. If it is
+        reported by its actor as well, the engine thread tells only one of them."""
         failure = ActorCrashed(actor="supervisor", error=repr(error))
         self._context.log_failure(f"request {command.request_id}", failure)
         self._context.emit(
@@ -252,9 +252,9 @@ class Supervisor:
 
     def _hand_out(self, command: Command) -> None:
         match command:
-            case StartPull(awaited=is_awaited):
-                self._ask(command, is_awaited=is_awaited)
-            case TrackLease():
+            case StartPull():
+                self._ask(command, is_awaited=True)
+            case TrackLease() | ReleaseUnread():
                 self._ask(command, is_awaited=False)
             case MeetPeer(peer=peer):
                 self._tell_roster(roster.MeetAsked(key=_key(peer), place=str(peer), message=command))
@@ -287,7 +287,7 @@ class Supervisor:
 
     # --- the roster ---------------------------------------------------------------------------------------------
 
-    def _ask(self, command: StartPull | TrackLease, *, is_awaited: bool) -> None:
+    def _ask(self, command: StartPull | ReleaseUnread | TrackLease, *, is_awaited: bool) -> None:
         peer = command.peer
         self._tell_roster(
             roster.Asked(
@@ -341,7 +341,14 @@ class Supervisor:
                 case roster.Refuse():
                     self._refuse(effect)
                 case roster.TellNotNeeded(key=key, message=command):
-                    self._peers[key].put(msgspec.structs.replace(command, awaited=False))
+                    self._peers[key].put(
+                        ReleaseUnread(
+                            request_id=command.request_id,
+                            lease=command.lease,
+                            peer=command.peer,
+                            age_seconds=command.age_seconds,
+                        )
+                    )
                 case roster.NoteQuarantine(is_full=is_full, blocks=blocks, limit_blocks=limit):
                     self._context.event_log.quarantine(blocks, limit, is_full=is_full)
                 case _:

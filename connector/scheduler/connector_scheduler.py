@@ -473,7 +473,7 @@ class ConnectorScheduler:
         because = catalogue.NO_ROOM if release.was_suspended else pull.computed_because
         if release.is_computed and because is not None:
             self._figures.note_local_prefill(because)
-        command = self._pulls.skip(request_id, pull)
+        command = self._pulls.release_unread(request_id, pull)
         if command is not None:
             self._tell(command)
         if self._spans is not None:

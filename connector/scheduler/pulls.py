@@ -37,7 +37,7 @@ from connector.key_files import ParamsKeyFile
 from connector.observe import catalogue
 from connector.observe.event_log import FailureLog
 from connector.observe.log import get_logger, is_said
-from connector.protocol import GroupPull, PeerAddress, RejectPull, StartPull, TrackLease
+from connector.protocol import PeerAddress, RejectPull, ReleaseUnread, StartPull, TrackLease
 from connector.scheduler.cache_groups import CacheGroups
 from connector.scheduler.prefix_digest import numbers_media, prefix_digests, prompt_digests
 from connector.step_overlap import may_read
@@ -193,13 +193,23 @@ class Pulls:
             local = [block_id for each in pulls for block_id in each.local_block_ids]
             age_seconds = self._age_seconds(pull.heard_ns)
             return RejectPull(request_id=request_id, local_block_ids=local, failure=remote, age_seconds=age_seconds)
-        return self._start(request_id, pull, remote, pulls, tokens, awaited=True)
+        return StartPull(
+            request_id=request_id,
+            lease=_lease(remote),
+            peer=_address(remote),
+            groups=pulls,
+            num_tokens=tokens,
+            remote_num_tokens=remote.num_tokens,
+            age_seconds=self._age_seconds(pull.heard_ns),
+        )
 
-    def skip(self, request_id: str, pull: WaitingPull) -> StartPull | None:
+    def release_unread(self, request_id: str, pull: WaitingPull) -> ReleaseUnread | None:
         """Nothing is read: has the prefill engine free its blocks, if it has any."""
-        if isinstance(pull.remote, RemotePrefill):
-            return self._start(request_id, pull, pull.remote, (), None, awaited=False)
         age_seconds = self._age_seconds(pull.heard_ns)
+        if isinstance(pull.remote, RemotePrefill):
+            return ReleaseUnread(
+                request_id=request_id, lease=_lease(pull.remote), peer=_address(pull.remote), age_seconds=age_seconds
+            )
         subject = f"request {request_id}, for which nothing is read, known for {age_seconds:.1f} s"
         self._log_failure(subject, pull.remote)
         return None
@@ -333,29 +343,6 @@ class Pulls:
         if remote.lease_number is None or lent >= tokens or not said:
             return None
         return lent if prompt_digests(request, [lent]) == [(lent, said[0])] else None
-
-    # --- commands ---------------------------------------------------------------------------------------------------
-
-    def _start(
-        self,
-        request_id: str,
-        pull: WaitingPull,
-        remote: RemotePrefill,
-        groups: tuple[GroupPull, ...],
-        num_tokens: int | None,
-        *,
-        awaited: bool,
-    ) -> StartPull:
-        return StartPull(
-            request_id=request_id,
-            lease=_lease(remote),
-            peer=_address(remote),
-            groups=groups,
-            num_tokens=num_tokens,
-            remote_num_tokens=remote.num_tokens,
-            awaited=awaited,
-            age_seconds=self._age_seconds(pull.heard_ns),
-        )
 
     def _age_seconds(self, heard_ns: int) -> float:
         return (self._clock.now_ns() - heard_ns) / NS_PER_SECOND

@@ -33,6 +33,7 @@ from connector.protocol import (
     QuarantineLifted,
     ReceiveEnded,
     RejectPull,
+    ReleaseUnread,
     SendEnded,
     StartPull,
     SumsWanted,
@@ -93,10 +94,11 @@ class TransferLedger:
         match command:
             case TrackLease(request_id=request_id):
                 self._tracked.add(request_id)
-            case StartPull(request_id=request_id, awaited=is_awaited, groups=groups):
+            case StartPull(request_id=request_id, groups=groups):
                 self._tracked.discard(request_id)
-                if is_awaited:
-                    self._open_receives[request_id] = tuple(group.local_block_ids for group in groups)
+                self._open_receives[request_id] = tuple(group.local_block_ids for group in groups)
+            case ReleaseUnread(request_id=request_id):
+                self._tracked.discard(request_id)
             case RejectPull(local_block_ids=block_ids):
                 self._open_receives[command.request_id] = (block_ids,)
             case LeaseComputing(lease=lease):
@@ -111,7 +113,7 @@ class TransferLedger:
     def refuse(self, command: Command) -> None:
         """The actors are dead and will not see this command: no READ of it exists, so its blocks are free."""
         match command:
-            case StartPull(awaited=True) | RejectPull():
+            case StartPull() | RejectPull():
                 failure = ConnectorStopped(detail="its actors died earlier")
                 self._events.append(
                     ReceiveEnded(

@@ -85,6 +85,6 @@ class StepFence:
 
     def with_steps(self, command: Command) -> Command | AfterSteps:
         """The command, with what it has to wait for if it has to."""
-        if self._last is None or not isinstance(command, StartPull) or not command.awaited:
+        if self._last is None or not isinstance(command, StartPull):
             return command
         return AfterSteps(command, self._last.query)

@@ -39,6 +39,7 @@ from connector.protocol import (
     LeaseGranted,
     PeerAddress,
     ReceiveEnded,
+    ReleaseUnread,
     SendEnded,
     StartPull,
     SumsFound,
@@ -263,11 +264,22 @@ class Engine:
         peer: PeerAddress,
         local: list[int],
         remote: list[int],
-        *,
-        awaited: bool = True,
     ) -> None:
-        """Read blocks; with `awaited` false only say that nothing of the lease is needed."""
-        self.pull(request_id, peer, local, remote, awaited=awaited, remote_request_id=lease.request_id)
+        """Read blocks."""
+        self.pull(request_id, peer, local, remote, remote_request_id=lease.request_id)
+
+    def release_unread(
+        self, request_id: str, peer: Engine | PeerAddress, *, remote_request_id: str | None = None
+    ) -> None:
+        """Nothing is read of the request that P calls `remote_request_id`, by default `remote-<request_id>`."""
+        self.supervisor.deliver(
+            ReleaseUnread(
+                request_id=request_id,
+                peer=peer.address if isinstance(peer, Engine) else peer,
+                lease=lease_of(remote_request_id or f"remote-{request_id}"),
+                age_seconds=0.0,
+            )
+        )
 
     def wait_for(self, request_id: str, lease: LeaseName, peer: PeerAddress) -> None:
         """A request that will `borrow` waits in the scheduler's queue."""
@@ -284,12 +296,11 @@ class Engine:
         local: list[int],
         remote: list[int],
         *,
-        awaited: bool = True,
         remote_request_id: str | None = None,
     ) -> None:
         """Read blocks of the request that P calls `remote_request_id`, by default `remote-<request_id>`."""
-        groups = one_group(local, remote) if awaited else ()
-        self.pull_groups(request_id, peer, groups, None, awaited=awaited, remote_request_id=remote_request_id)
+        groups = one_group(local, remote)
+        self.pull_groups(request_id, peer, groups, None, remote_request_id=remote_request_id)
 
     def pull_groups(
         self,
@@ -298,7 +309,6 @@ class Engine:
         groups: tuple[GroupPull, ...],
         num_tokens: int | None,
         *,
-        awaited: bool = True,
         remote_request_id: str | None = None,
     ) -> None:
         self.supervisor.deliver(
@@ -309,7 +319,6 @@ class Engine:
                 groups=groups,
                 num_tokens=num_tokens,
                 remote_num_tokens=num_tokens,
-                awaited=awaited,
                 age_seconds=0.0,
             )
         )

@@ -104,7 +104,7 @@ def test_a_lease_is_held_and_released_whatever_the_request_is_called() -> None:
             ended = [request_id for request_id in ODD_IDS if p.sent(request_id) is not None]
             assert ended == [], "leases have ended although D waits"
             for number, (request_id, loan) in enumerate(loans.items()):
-                d.borrow(f"a-{number}", loan, p.address, [], [], awaited=False)
+                d.release_unread(f"a-{number}", p, remote_request_id=loan.request_id)
                 assert not (await until(lambda request_id=request_id: p.sent(request_id))).expired
                 others = [each for each in ODD_IDS[number + 1 :] if p.sent(each) is not None]
                 assert others == [], f"released with {request_id}"
@@ -122,7 +122,7 @@ def test_what_is_released_already_is_not_counted_as_late() -> None:
             assert (await until(lambda: d.received("first"))).failure is None
             await until(lambda: p.sent("remote-a"))
             for number in range(3):
-                d.borrow(f"again-{number}", loan, p.address, [], [], awaited=False)
+                d.release_unread(f"again-{number}", p, remote_request_id=loan.request_id)
             await trio.sleep(0.3)
             taken = p.figures.take()
             assert taken is None or LATE_NOTIFICATIONS.key() not in taken.counts
@@ -175,7 +175,7 @@ def test_two_engines_of_one_id_do_not_release_for_each_other() -> None:
             for each in (one, other):
                 each.wait_for("a", loan, p.address)
                 await until(lambda each=each: each.trace.path("hold", "remote-a/0")[-1:] == ["held"])
-            one.borrow("a", loan, p.address, [], [], awaited=False)
+            one.release_unread("a", p, remote_request_id=loan.request_id)
             await until(lambda: one.trace.path("hold", "remote-a/0")[-1:] == ["released"])
             assert p.sent("remote-a") is None, "freed, and the other one was told that it is held"
             other.borrow("a", loan, p.address, [2], [1])
@@ -202,7 +202,7 @@ def test_what_an_engine_holds_is_not_released_by_a_stranger_who_knows_its_id() -
                     link.send(encode_request(forged))
                     assert decode_answer(await link.receive()) == Released(leases=(loan,))
             assert p.sent("remote-a") is None, "freed while D waits for it"
-            d.borrow("a", loan, p.address, [], [], awaited=False)
+            d.release_unread("a", p, remote_request_id=loan.request_id)
             assert not (await until(lambda: p.sent("remote-a"))).expired
 
     run(test)

@@ -142,7 +142,7 @@ def test_a_request_that_waits_in_the_queue_of_vllm_is_said_once(
                 d.wait_for("goes", lease_of("remote-goes"), hung)
                 d.wait_for("starts", lease_of("remote-starts"), hung)
                 # In the same turn: a machine that stands still here does not make them wait.
-                d.pull("goes", hung, [], [], awaited=False)
+                d.release_unread("goes", hung)
                 d.pull("starts", hung, [2], [2])
                 lines = await until(lambda: queued(said("d")))
                 assert re.match(
@@ -174,7 +174,7 @@ def test_a_request_that_is_named_again_waits_from_then_on(
                 d.wait_for("a", lease_of("remote-a"), hung)
                 await trio.sleep(SOON_SECONDS)
                 before = queued(said("d"))  # none, unless the machine stood still
-                d.pull("a", hung, [], [], awaited=False)
+                d.release_unread("a", hung)
                 d.wait_for("a", lease_of("remote-a"), hung)
                 named_again = trio.current_time()
                 await until(lambda: len(queued(said("d"))) > len(before))

@@ -126,7 +126,7 @@ def test_notify_only_frees_the_lease_and_reports_nothing() -> None:
     async def test() -> None:
         async with engine("p", serves=True) as p, engine("d") as d:
             p.lend("remote-a")
-            d.pull("a", p, [], [], awaited=False)
+            d.release_unread("a", p)
             await until(lambda: p.sent("remote-a"))
             assert d.received("a") is None
 

@@ -220,7 +220,6 @@ def _pull(peer: PeerAddress, ours: Sequence[list[int]], theirs: Sequence[list[in
         ),
         num_tokens=tokens,
         remote_num_tokens=tokens,
-        awaited=True,
         age_seconds=0.0,
     )
 

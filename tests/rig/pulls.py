@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from connector.protocol import GroupPull, PeerAddress, StartPull
+from connector.protocol import GroupPull, PeerAddress, ReleaseUnread, StartPull
 from statemachine.lease import LeaseName
+
+_PEER = PeerAddress(engine_id="p", host="h", port=1, tp_size=1)
 
 
 def one_group(local: list[int], remote: list[int], *, local_first: int = 0) -> tuple[GroupPull, ...]:
@@ -11,15 +13,23 @@ def one_group(local: list[int], remote: list[int], *, local_first: int = 0) -> t
     return (GroupPull(local_block_ids=local, local_first=local_first, remote_block_ids=remote),)
 
 
-def pull(request_id: str, blocks: list[int], *, awaited: bool = True) -> StartPull:
+def pull(request_id: str, blocks: list[int]) -> StartPull:
     """A command to read blocks from a peer that does not exist, where they have the same ids."""
     return StartPull(
         request_id=request_id,
-        lease=LeaseName(f"remote-{request_id}", 1),
-        peer=PeerAddress(engine_id="p", host="h", port=1, tp_size=1),
+        lease=_lease_of(request_id),
+        peer=_PEER,
         groups=one_group(blocks, blocks),
         num_tokens=None,
         remote_num_tokens=None,
-        awaited=awaited,
         age_seconds=0.0,
     )
+
+
+def release_unread(request_id: str) -> ReleaseUnread:
+    """The command where nothing is read of what `pull` would read."""
+    return ReleaseUnread(request_id=request_id, lease=_lease_of(request_id), peer=_PEER, age_seconds=0.0)
+
+
+def _lease_of(request_id: str) -> LeaseName:
+    return LeaseName(f"remote-{request_id}", 1)

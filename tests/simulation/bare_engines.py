@@ -301,7 +301,6 @@ class BareEngines:
             groups=one_group(list(range(blocks)), list(range(blocks))),
             num_tokens=None,
             remote_num_tokens=None,
-            awaited=True,
             age_seconds=0.0,
         )
 

@@ -34,6 +34,7 @@ from connector.protocol import (
     QuarantineLifted,
     ReceiveEnded,
     RejectPull,
+    ReleaseUnread,
     SendEnded,
     StartPull,
     TrackLease,
@@ -438,7 +439,15 @@ class DecodeEngine(Engine):
 
     def _need_nothing(self, request_id: str, source: Prefilled) -> None:
         """Everything is cached, or the client left before the request was scheduled."""
-        self._start(request_id, source, (), awaited=False)
+        pull = self._note_start(request_id, source, (), awaited=False)
+        self.process.deliver(
+            ReleaseUnread(
+                request_id=request_id,
+                peer=source.address,
+                lease=source.lease,
+                age_seconds=pull.started_seconds - pull.announced_seconds,
+            )
+        )
 
     async def _load(
         self,
@@ -449,7 +458,7 @@ class DecodeEngine(Engine):
         *,
         is_repeated: bool,
     ) -> None:
-        pull = self._start(request_id, source, mine, awaited=True, is_repeated=is_repeated)
+        pull = self._start(request_id, source, mine, is_repeated=is_repeated)
         ended = Signal(self.agenda)
         ranks = {rank.tp_rank for rank in process.ranks}
         receive = self._receives[request_id] = _Receive(blocks=pull.blocks, ended=ended, awaited_from=ranks)
@@ -467,7 +476,7 @@ class DecodeEngine(Engine):
                 rank.memory.write(mine, prompt)
         await self._decode(process, pull, mine, prompt)
 
-    def _start(
+    def _note_start(
         self,
         request_id: str,
         source: Prefilled,
@@ -495,14 +504,17 @@ class DecodeEngine(Engine):
             has_wrong_sizes=has_wrong_sizes and awaited and bool(blocks),
         )
         self.around.oracles.start(pull)
+        return pull
+
+    def _start(self, request_id: str, source: Prefilled, mine: tuple[Table, ...], *, is_repeated: bool) -> Pull:
+        pull = self._note_start(request_id, source, mine, awaited=True, is_repeated=is_repeated)
         if self._is_malformed(request_id, source):
             pull.has_bad_params = pull.may_fail = True
             failure = BadParams(field="remote_block_ids", expected="numbers", found="words")
-            self.process.deliver(RejectPull(request_id=request_id, local_block_ids=blocks, failure=failure))
+            self.process.deliver(RejectPull(request_id=request_id, local_block_ids=pull.blocks, failure=failure))
             return pull
-        # Who only notifies has no tables.
-        groups = [self._group_pull(*each) for each in zip(self.around.model.groups, mine, source.tables, strict=False)]
-        if awaited and blocks and self.around.faults.hits(Kind.BAD_PARAMS, self.name):
+        groups = [self._group_pull(*each) for each in zip(self.around.model.groups, mine, source.tables, strict=True)]
+        if pull.blocks and self.around.faults.hits(Kind.BAD_PARAMS, self.name):
             pull.has_bad_params = pull.may_fail = True
             groups[0].remote_block_ids[-1] = source.pool_blocks + self.chance.randrange(source.pool_blocks)
         self.process.deliver(
@@ -511,10 +523,9 @@ class DecodeEngine(Engine):
                 peer=source.address,
                 lease=source.lease,
                 groups=tuple(groups),
-                num_tokens=source.prompt.tokens if awaited else None,
+                num_tokens=source.prompt.tokens,
                 remote_num_tokens=source.prompt.tokens,
-                awaited=awaited,
-                age_seconds=now - announced_seconds,
+                age_seconds=pull.started_seconds - pull.announced_seconds,
             )
         )
         return pull

@@ -41,7 +41,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from connector.nixl_connector import NixlActorConnector
-from connector.protocol import Command, LeaseGranted, RejectPull, StartPull
+from connector.protocol import Command, LeaseGranted, RejectPull, ReleaseUnread, StartPull
 from connector.step_metadata import StepMetadata
 from connector.wire.params import RemotePrefill, parse_remote_prefill
 from tests.unit.vllm_setup import block_hasher, draft_model, scheduling_config
@@ -294,6 +294,12 @@ class HybridEngine:
     def pull_of(self, name: str) -> StartPull:
         (pull,) = [each for each in self.commands if isinstance(each, StartPull) and each.request_id == name]
         return pull
+
+    def is_released_unread(self, name: str) -> bool:
+        """Whether nothing is read for it. One of both was told the worker: what to read, or that P is to be told."""
+        kinds = StartPull | ReleaseUnread
+        (command,) = [each for each in self.commands if isinstance(each, kinds) and each.request_id == name]
+        return isinstance(command, ReleaseUnread)
 
     def rejection_of(self, name: str) -> RejectPull:
         (rejection,) = [each for each in self.commands if isinstance(each, RejectPull) and each.request_id == name]

@@ -23,7 +23,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from connector.clock import BootClock
-from connector.protocol import Command, ReceiveEnded, StartPull, TrackLease
+from connector.protocol import Command, ReceiveEnded, ReleaseUnread, StartPull, TrackLease
 from connector.scheduler import beside_offloading
 from connector.worker.ledger import TransferLedger
 from statemachine.failures import BadParams, Failure
@@ -123,7 +123,7 @@ def step(engine: Scheduler, names_of: list[dict[str, Any]]) -> tuple[set[int], d
     reads = {
         block_id
         for command in metadata["NixlConnector"].commands
-        if isinstance(command, StartPull) and command.awaited
+        if isinstance(command, StartPull)
         for block_id in command.local_block_ids
     }
     copies = {number: set(job.src_spec.block_ids.tolist()) for number, job in of_offloading.store_jobs.items()}
@@ -266,9 +266,7 @@ def test_a_request_that_the_other_one_loads_is_not_read_and_its_lease_is_let_go(
     d.step()
     assert [job.req_id for job in d.host_loads.values()] == ["a"]
     (command,) = d.commands_for("a")
-    assert isinstance(command, StartPull)
-    assert not command.awaited
-    assert command.groups == ()
+    assert isinstance(command, ReleaseUnread)
     d.end_pull("a")  # which nobody waits for
     d.step()
     assert d.told == [], "its KV is not there yet"
@@ -287,7 +285,6 @@ def test_a_request_that_ours_loads_is_loaded_by_ours_alone(params: dict[str, Any
     d.step()
     (command,) = d.commands_for("a")
     assert isinstance(command, StartPull)
-    assert command.awaited
     d.end_pull("a")
     for _ in range(3):
         d.step()

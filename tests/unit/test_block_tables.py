@@ -23,7 +23,6 @@ def pull(remote_block_ids: list[int], *, tokens: int, remote_tokens: int | None)
         groups=(group,),
         num_tokens=tokens,
         remote_num_tokens=remote_tokens,
-        awaited=True,
         age_seconds=0.0,
     )
 

@@ -28,7 +28,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 from connector.clock import NS_PER_SECOND
-from connector.protocol import GroupPull, StartPull
+from connector.protocol import GroupPull, ReleaseUnread, StartPull
 from connector.scheduler.cache_groups import NULL_BLOCK_ID, has_windows_of_other_blocks
 from connector.step_metadata import WorkerReport
 from connector.wire.params import RemotePrefill
@@ -222,7 +222,7 @@ def test_prompts_of_all_lengths(monkeypatch: pytest.MonkeyPatch, family: str, ba
         check_grant(prefill, name, remote)
         if computes_whole(family, length):
             decode.run(name, tokens, prefill.params[name])
-            assert not decode.pull_of(name).awaited
+            assert decode.is_released_unread(name)
             assert decode.computed[name] == length
             given_back += 1
             continue
@@ -267,7 +267,7 @@ def test_smaller_blocks_of_p_end_more_often(length: int) -> None:
         decode.submit(f"{size}", tokens_of(length), params)
         decode.step()
         lacks = kept > max(0, length - 40)
-        assert decode.pull_of(f"{size}").awaited is not (lacks if size <= BLOCK_TOKENS else (length - 39) % 16 == 0)
+        assert decode.is_released_unread(f"{size}") is (lacks if size <= BLOCK_TOKENS else (length - 39) % 16 == 0)
 
 
 def test_what_a_compressor_has_given_back_is_not_missed() -> None:
@@ -277,7 +277,7 @@ def test_what_a_compressor_has_given_back_is_not_missed() -> None:
     for length in (39, 55, 71):
         assert (length - 7) % BLOCK_TOKENS == 0
         prefill.prefill(f"{length}", tokens_of(length, seed=length))
-        assert decode.load(f"{length}", tokens_of(length, seed=length), prefill.params[f"{length}"]).awaited
+        assert decode.load(f"{length}", tokens_of(length, seed=length), prefill.params[f"{length}"]).local_block_ids
 
 
 def test_tables_that_make_no_sense_are_no_error_of_the_engine() -> None:
@@ -384,7 +384,7 @@ def test_few_tokens_are_those_that_vllm_would_compute(threshold: int, is_read: b
     decode.submit("a", tokens, prefill.params["a"])
     for _ in range(5):
         decode.step()
-    assert decode.pull_of("a").awaited is is_read
+    assert decode.is_released_unread("a") is not is_read
     assert decode.computed["a"] == (0 if is_read else len(tokens))
 
 
@@ -429,7 +429,6 @@ def test_a_last_token_that_is_not_cached_is_read() -> None:
     decode.submit("a", tokens[:97], prefill.params["a"])
     decode.step()
     pull = decode.pull_of("a")
-    assert pull.awaited
     assert [len(group.local_block_ids) for group in pull.groups] == [1, 1]
 
 
@@ -537,7 +536,7 @@ def test_a_prompt_of_one_token_is_computed_on_both_sides() -> None:
     prefill.prefill("a", [5])
     decode.submit("a", [5], prefill.params["a"])
     decode.step()
-    assert not decode.pull_of("a").awaited
+    assert decode.is_released_unread("a")
     assert decode.finished == {"a": "length"}
 
 
@@ -549,7 +548,7 @@ def test_a_request_for_prompt_logprobs_is_computed_on_both_sides() -> None:
     assert prefill.params["a"]["remote_num_tokens"] == 50
     decode.submit("a", tokens_of(50), prefill.params["a"], prompt_logprobs=1)
     decode.step()
-    assert not decode.pull_of("a").awaited
+    assert decode.is_released_unread("a")
     assert decode.finished == {"a": "length"}
 
 
@@ -589,7 +588,7 @@ def test_fewer_tokens_than_are_loaded_are_refused(family: str) -> None:
     assert rejection.local_block_ids == local
     decode.step(KVConnectorOutput(finished_recving={"a"}, failed_recving={"a"}))
     assert decode.finished == {"a": "error"}
-    assert not any(isinstance(command, StartPull) for command in decode.commands)
+    assert not any(isinstance(command, StartPull | ReleaseUnread) for command in decode.commands)
 
 
 def test_a_prefix_hit_does_not_make_up_for_missing_tokens() -> None:
@@ -609,7 +608,7 @@ def test_as_many_tokens_as_are_loaded_are_enough(told: int | None) -> None:
     prefill, decode = engine("full attention"), engine("full attention")
     prefill.prefill("a", tokens_of(100))
     pull = decode.load("a", tokens_of(100), prefill.params["a"] | {"remote_num_tokens": told})
-    assert (pull.awaited, pull.num_tokens, pull.remote_num_tokens) == (True, 100, told or 100)
+    assert (pull.num_tokens, pull.remote_num_tokens) == (100, told or 100)
 
 
 def test_a_request_that_loads_nothing_may_find_fewer_tokens_on_its_peer() -> None:
@@ -617,7 +616,7 @@ def test_a_request_that_loads_nothing_may_find_fewer_tokens_on_its_peer() -> Non
     prefill.prefill("a", tokens_of(40))
     decode.submit("a", tokens_of(50), prefill.params["a"], prompt_logprobs=1)
     decode.step()
-    assert not decode.pull_of("a").awaited
+    assert decode.is_released_unread("a")
     assert decode.finished == {"a": "length"}
 
 
@@ -672,4 +671,4 @@ def test_a_loaded_request_that_is_preempted_loads_nothing_again() -> None:
             break
     assert request.num_preemptions
     assert request.status == RequestStatus.FINISHED_LENGTH_CAPPED
-    assert len([each for each in decode.commands if isinstance(each, StartPull)]) == 1
+    assert len([each for each in decode.commands if isinstance(each, StartPull | ReleaseUnread)]) == 1

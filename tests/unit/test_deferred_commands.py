@@ -24,7 +24,7 @@ from connector.runtime.restarts import keep_running
 from connector.runtime.supervisor import Supervisor
 from statemachine.lease import LeaseName
 from statemachine.roster import PeerKey
-from tests.rig.pulls import pull
+from tests.rig.pulls import pull, release_unread
 
 
 class Steps:
@@ -172,7 +172,7 @@ def test_everything_else_passes() -> None:
         LeaseGranted(lease=LeaseName("a", 1), blocks=1),
         LeaseWithdrawn(lease=LeaseName("a", 1)),
         AbortPull(request_id="c"),
-        pull("d", [1], awaited=False),
+        release_unread("d"),
     ]
     actors, steps = Actors(), Steps()
     actors.take(steps.after(1, first), *others)

@@ -213,11 +213,10 @@ def test_d_loads_from_p_of_any_block_size(length: int, block_tokens: int) -> Non
         decode.submit(name, tokens_of(length), _of_p(length, block_tokens, [0, first]))
         decode.step()
         ours_lack_it = kept // BLOCK_TOKENS * BLOCK_TOKENS > seen
-        pull = decode.pull_of(name)
         if first > seen:
-            assert not pull.awaited
+            assert decode.is_released_unread(name)
         else:
-            assert pull.num_tokens == length - ours_lack_it
+            assert decode.pull_of(name).num_tokens == length - ours_lack_it
 
 
 def test_parameters_of_another_number_of_groups_are_refused() -> None:

@@ -91,7 +91,7 @@ def test_a_prompt_that_does_not_fit_beside_a_quarantine_holds_nobody_up(where: s
     if params is None:
         assert "long" in decode.finished
     else:
-        assert decode.pull_of("long").awaited
+        assert not decode.is_released_unread("long")
 
 
 @pytest.mark.parametrize("where", ["here", "on P"])
@@ -115,7 +115,7 @@ def test_nor_does_one_that_fits_but_for_the_slots_of_drafts(where: str) -> None:
     if params is None:
         assert "long" in decode.finished
     else:
-        assert decode.pull_of("long").awaited
+        assert not decode.is_released_unread("long")
 
 
 def test_nor_does_one_that_is_to_be_computed_here_because_its_own_load_has_failed() -> None:
@@ -129,7 +129,7 @@ def test_nor_does_one_that_is_to_be_computed_here_because_its_own_load_has_faile
         run(decode)
     assert [each for each in lines.texts if "no KV is loaded, and prompts are computed here" in each]
     assert short <= decode.finished.keys()
-    assert not decode.pull_of("other").awaited
+    assert decode.is_released_unread("other")
     assert decode.computed["other"] == 40
     with listening() as lines:
         decode.step(KVConnectorOutput(kv_connector_worker_meta=report(lifted=[block_ids])))

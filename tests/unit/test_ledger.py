@@ -16,6 +16,7 @@ from connector.protocol import (
     ReceiveEnded,
     RejectPull,
     SendEnded,
+    StartPull,
     SumsWanted,
     TrackLease,
     WorkerEvent,
@@ -26,7 +27,7 @@ from connector.worker.finishing import Loaded
 from connector.worker.ledger import REASON_LENGTH_MAX, TransferLedger
 from statemachine.failures import AbortedByClient, BadParams, DeviceMemoryExhausted, PackingFailed
 from statemachine.lease import LeaseName
-from tests.rig.pulls import pull
+from tests.rig.pulls import pull, release_unread
 
 LEASE_SECONDS = 9.0
 
@@ -129,14 +130,15 @@ def test_transfers_are_open_from_the_first_word_of_a_request_on() -> None:
     """Its peer is met while it waits in the scheduler's queue."""
     book, _ = ledger()
     assert not book.is_open
-    for request_id, awaited in (("a", True), ("b", False)):
-        start = pull(request_id, [1], awaited=awaited)
-        book.enter(TrackLease(request_id=request_id, lease=start.lease, peer=start.peer, age_seconds=0.0))
+    for command in (pull("a", [1]), release_unread("b")):
+        name = command.request_id
+        book.enter(TrackLease(request_id=name, lease=command.lease, peer=command.peer, age_seconds=0.0))
         assert (book.is_open, book._open_receives) == (True, {})
-        book.enter(start)
-        assert book.is_open == awaited
-        if awaited:
-            book.record(ended(request_id, [1]))
+        book.enter(command)
+        is_read = isinstance(command, StartPull)
+        assert book.is_open == is_read
+        if is_read:
+            book.record(ended(name, [1]))
             book.take_results()
     assert not book.is_open
 
@@ -153,7 +155,7 @@ def test_a_failed_request_is_told_once() -> None:
 
 def test_what_nobody_waits_for_is_not_told() -> None:
     book, _ = ledger()
-    book.enter(pull("a", [], awaited=False))
+    book.enter(release_unread("a"))
     book.record(ended("a", []))
     book.record(SendEnded(request_id="never lent", expired=False))
     results = book.take_results()

@@ -233,7 +233,7 @@ class Orders:
         assert isinstance(metadata, StepMetadata)
         for command in metadata.commands:
             match command:
-                case RejectPull(request_id=name) | StartPull(request_id=name, awaited=True):
+                case RejectPull(request_id=name) | StartPull(request_id=name):
                     assert name not in self.loads
                     self.loads[name] = command
                 case LeaseGranted(lease=lease):

@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from connector.protocol import RejectPull, StartPull
+from connector.protocol import RejectPull, ReleaseUnread, StartPull
 from connector.scheduler.prefix_digest import prompt_digests
 from statemachine.failures import WrongPrompt
 from tests.unit.hybrid_engine import (
@@ -62,11 +62,13 @@ def lent(*specs: KVCacheSpec, max_tokens: int = 1) -> dict[str, Any]:
     return returned
 
 
-def asked(decode: HybridEngine, prompt: list[int], params: dict[str, Any], **settings: Any) -> StartPull | RejectPull:
+def asked(
+    decode: HybridEngine, prompt: list[int], params: dict[str, Any], **settings: Any
+) -> StartPull | ReleaseUnread | RejectPull:
     """What the worker is told of a request with these parameters."""
     decode.submit("r", prompt, params, **settings)
     decode.step()
-    (told,) = [each for each in decode.commands if isinstance(each, StartPull | RejectPull)]
+    (told,) = [each for each in decode.commands if isinstance(each, StartPull | ReleaseUnread | RejectPull)]
     return told
 
 
@@ -97,7 +99,6 @@ def test_a_prompt_that_goes_on_behind_what_was_lent_is_loaded_as_far(specs: list
         decode.submit(name, [*PROMPT, *more], params)
     decode.step()
     for told in (decode.pull_of("first"), decode.pull_of("second")):
-        assert told.awaited
         assert told.num_tokens == told.remote_num_tokens == params["remote_num_tokens"] <= len(PROMPT)
         pages = -(-told.num_tokens // BLOCK_TOKENS)
         assert told.groups[0].local_first + len(told.groups[0].local_block_ids) == pages
@@ -146,7 +147,7 @@ def test_the_turn_after_a_tool_has_answered_is_computed(specs: list[KVCacheSpec]
     turn = [*PROMPT, SAMPLED_TOKEN, SAMPLED_TOKEN, *range(600, 620)]
     decode.run("turn", turn, params)
     decode.step()  # Commands go to the worker with the next step.
-    assert not decode.pull_of("turn").awaited
+    assert decode.is_released_unread("turn")
     assert (decode.finished["turn"], decode.params) == ("length", {})
     cached = 0 if len(specs) > 1 and isinstance(specs[1], MambaSpec) else len(PROMPT) // BLOCK_TOKENS * BLOCK_TOKENS
     assert decode.computed["turn"] == len(turn) - cached
@@ -204,13 +205,13 @@ def test_a_sample_that_comes_while_another_one_loads_is_loaded_too() -> None:
     longer = [*PROMPT, SAMPLED_TOKEN]
     for name in ("0_r", "1_r"):
         pull = decode.load(name, longer, params)
-        assert (pull.awaited, pull.num_tokens) == (True, len(PROMPT))
+        assert pull.num_tokens == len(PROMPT)
     for name in ("0_r", "1_r"):
         decode.loaded(name)
     later = [*longer, 7]
     decode.submit("the next turn", later, params)
     decode.step()
-    assert not decode.pull_of("the next turn").awaited
+    assert decode.is_released_unread("the next turn")
 
 
 def test_p_may_have_decoded_more_than_is_wanted() -> None:
@@ -239,8 +240,7 @@ def test_a_request_that_loads_nothing_is_not_compared() -> None:
     """It needs all of the prompt computed."""
     other = list(reversed(PROMPT))
     decode = engine("d")
-    assert asked(decode, other, lent(), prompt_logprobs=1) == decode.pull_of("r")
-    assert not decode.pull_of("r").awaited
+    assert isinstance(asked(decode, other, lent(), prompt_logprobs=1), ReleaseUnread)
 
 
 def test_what_vllm_has_refused_is_released() -> None:
@@ -249,7 +249,7 @@ def test_what_vllm_has_refused_is_released() -> None:
     decode.submit("r", [0], lent(), abort_immediately=True)
     decode.scheduler.finish_requests(["r"], RequestStatus.FINISHED_ABORTED)
     decode.step()
-    assert not decode.pull_of("r").awaited
+    assert decode.is_released_unread("r")
 
 
 def request(tokens: list[int] | None, **others: Any) -> Request:

@@ -21,7 +21,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 from vllm.v1.request import Request, RequestStatus
 
-from connector.protocol import Command, LeaseComputing, LeaseGranted, StartPull, TrackLease
+from connector.protocol import Command, LeaseComputing, LeaseGranted, ReleaseUnread, StartPull, TrackLease
 from connector.scheduler.cache_groups import NULL_BLOCK_ID
 from connector.scheduler.lends import LEFT_TO_REQUESTS
 from connector.scheduler.prefix_digest import Digests, numbers_media, prefix_digests
@@ -137,7 +137,7 @@ def test_few_tokens_are_computed_instead(threshold: int, is_read: bool) -> None:
     params = first_turn(engine("d"), engine("p"))
     prefill.submit("second", NEXT_PROMPT, params)
     prefill.step()
-    assert prefill.pull_of("second").awaited is is_read
+    assert prefill.is_released_unread("second") is not is_read
     if not is_read:
         assert prefill.computed["second"] == len(NEXT_PROMPT)
         assert "second" in prefill.params
@@ -150,7 +150,7 @@ def test_d_computes_few_tokens_itself() -> None:
         decode = engine("d", options={"decode_recompute_threshold": threshold})
         decode.submit("a", PROMPT, prefill.params["a"])
         decode.step()
-        assert decode.pull_of("a").awaited is is_read
+        assert decode.is_released_unread("a") is not is_read
 
 
 @pytest.mark.parametrize(
@@ -166,10 +166,9 @@ def test_a_prompt_that_goes_on_otherwise(specs: list[KVCacheSpec], tokens: int) 
     fresh = engine("p", *specs)
     fresh.submit("second", [*PROMPT, 499, *[SAMPLED_TOKEN] * ANSWER, *range(500, 520)], params)
     fresh.step()
-    pull = fresh.pull_of("second")
-    assert pull.awaited is bool(tokens)
+    assert fresh.is_released_unread("second") is not bool(tokens)
     if tokens:
-        assert pull.num_tokens == tokens
+        assert fresh.pull_of("second").num_tokens == tokens
 
 
 def _edited(prompt: list[int]) -> list[int]:
@@ -183,8 +182,7 @@ def test_what_a_prompt_does_not_begin_with_is_not_read(prompt: list[int]) -> Non
     fresh = engine("p")
     fresh.run("second", prompt, params)
     assert fresh.computed["second"] == len(prompt)
-    (pull,) = [each for each in fresh.commands if isinstance(each, StartPull)]
-    assert not pull.awaited, "D may have its blocks back"
+    assert fresh.is_released_unread("second"), "D may have its blocks back"
 
 
 def _without_digests(params: dict[str, Any]) -> None:
@@ -274,7 +272,7 @@ def test_what_cannot_be_read_is_computed(change: Any) -> None:
     fresh.run("second", NEXT_PROMPT, params)
     assert fresh.computed["second"] == len(NEXT_PROMPT)
     assert fresh.params["second"]["remote_num_tokens"] == len(NEXT_PROMPT)
-    assert not [each for each in fresh.commands if isinstance(each, StartPull | TrackLease)]
+    assert not [each for each in fresh.commands if isinstance(each, StartPull | ReleaseUnread | TrackLease)]
 
 
 @pytest.mark.parametrize("first_tokens", [[0], [0, 0, 0]])
@@ -319,12 +317,12 @@ def test_what_names_no_lease_is_computed_and_its_blocks_are_given_back() -> None
         [("again-1", "1")],
         [("again-2", "2")],
     ]
-    tracked, started = (
-        [each for each in prefill.commands if isinstance(each, kind)] for kind in (TrackLease, StartPull)
+    tracked, started, released = (
+        [each for each in prefill.commands if isinstance(each, kind)] for kind in (TrackLease, StartPull, ReleaseUnread)
     )
     lease = LeaseName(params["remote_request_id"], 0)
     assert [(each.request_id, each.lease) for each in tracked] == [(f"again-{n}", lease) for n in (1, 2, 3)]
-    assert [(each.lease, each.groups, each.awaited) for each in started] == [(lease, (), False)] * 3
+    assert (started, [each.lease for each in released]) == ([], [lease] * 3)
 
 
 def test_malformed_parameters_are_named_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from connector import key_files
 from connector.config import ConnectorOptions, OptionError
 from connector.key_files import ParamsKeyFile, channel_access, params_key_file, warn_of_insecurity
-from connector.protocol import RejectPull, StartPull, TrackLease
+from connector.protocol import RejectPull, ReleaseUnread, StartPull, TrackLease
 from connector.wire.params import (
     ParamsError,
     RemotePrefill,
@@ -367,7 +367,8 @@ def lent(prefill: HybridEngine, name: str = "a") -> dict[str, Any]:
 
 
 def commands(decode: HybridEngine) -> list[type]:
-    return [type(each) for each in decode.commands if isinstance(each, TrackLease | StartPull | RejectPull)]
+    kinds = TrackLease | StartPull | ReleaseUnread | RejectPull
+    return [type(each) for each in decode.commands if isinstance(each, kinds)]
 
 
 def test_d_reads_what_p_has_signed(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from connector.worker import connector_worker, device_stream
 from connector.worker.connector_worker import ACTORS_THREAD, ConnectorWorker
 from connector.worker.step_fence import StepFence, end_of_steps_on, writes_late
 from statemachine.lease import LeaseName
-from tests.rig.pulls import pull
+from tests.rig.pulls import pull, release_unread
 from tests.unit.vllm_setup import allocate, attention_spec, cache_config, engine_config, single_rank, write_model
 
 
@@ -82,7 +82,7 @@ def test_nothing_else_waits() -> None:
         LeaseGranted(lease=LeaseName("s", 2), blocks=1),
         LeaseWithdrawn(lease=LeaseName("s", 1)),
         AbortPull(request_id="c"),
-        pull("a", [1], awaited=False),
+        release_unread("a"),
     ]
     assert [fence.with_steps(command) for command in others] == others
 

@@ -128,7 +128,7 @@ def test_a_producer_refuses_what_belongs_to_d() -> None:
     assert isinstance(failure, BadParams)
     assert failure.field == "do_remote_prefill"
     in_turn = HybridEngine([full()], role="kv_producer")
-    assert in_turn.load("a", PROMPT, params).awaited
+    assert in_turn.load("a", PROMPT, params).local_block_ids
 
 
 def prefill_with_a_step_under_way(*specs: KVCacheSpec) -> HybridEngine:

@@ -27,6 +27,7 @@ from connector.protocol import (
     LeaseComputing,
     LeaseGranted,
     PeerAddress,
+    ReleaseUnread,
     StartPull,
     TrackLease,
 )
@@ -408,7 +409,7 @@ class Scene(abc.ABC):
 
     def _need_nothing(self, request_id: str, prefill: str) -> None:
         address, lease = self.prefills[prefill].address, self._leases[request_id]
-        self.decode.commands.append(_pull(request_id, address, lease, (), awaited=False))
+        self.decode.commands.append(ReleaseUnread(request_id=request_id, peer=address, lease=lease, age_seconds=0.0))
 
     async def _ask(
         self,
@@ -553,9 +554,7 @@ class Scene(abc.ABC):
         self.died |= any(engine.has_died for engine in self._engines)
 
 
-def _pull(
-    request_id: str, address: PeerAddress, lease: LeaseName, groups: object, *, awaited: bool = True
-) -> StartPull:
+def _pull(request_id: str, address: PeerAddress, lease: LeaseName, groups: object) -> StartPull:
     return StartPull(
         request_id=request_id,
         peer=address,
@@ -563,6 +562,5 @@ def _pull(
         groups=groups,  # type: ignore[arg-type]
         num_tokens=None,
         remote_num_tokens=None,
-        awaited=awaited,
         age_seconds=0.0,
     )

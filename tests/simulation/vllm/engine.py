@@ -43,6 +43,7 @@ from connector.protocol import (
     QuarantineLifted,
     ReceiveEnded,
     RejectPull,
+    ReleaseUnread,
     SendEnded,
     StartPull,
     TrackLease,
@@ -458,7 +459,7 @@ class VllmEngine:
     def _note_command(self, command: Command) -> None:
         oracles = self.around.oracles
         match command:
-            case StartPull() | RejectPull():
+            case StartPull() | ReleaseUnread() | RejectPull():
                 self._note_pull(command)
             case AbortPull(request_id=request_id):
                 oracles.pulls[request_id].is_aborted = True
@@ -492,7 +493,7 @@ class VllmEngine:
             ]
         )
 
-    def _note_pull(self, command: StartPull | RejectPull) -> None:
+    def _note_pull(self, command: StartPull | ReleaseUnread | RejectPull) -> None:
         request_id, now = command.request_id, trio.current_time()
         if request_id in self.around.oracles.pulls:
             self.around.oracles.complain("report once", f"{request_id} was started twice")
@@ -501,8 +502,8 @@ class VllmEngine:
             decode=self.name,
             prefill="",
             ranks=self._shape.tp_size,
-            blocks=command.local_block_ids,
-            awaited=True,
+            blocks=[] if isinstance(command, ReleaseUnread) else command.local_block_ids,
+            awaited=not isinstance(command, ReleaseUnread),
             announced_seconds=self._announced.pop(request_id, now),
             started_seconds=now,
             owner="",
@@ -511,13 +512,12 @@ class VllmEngine:
         )
         if isinstance(command, RejectPull) and not self._requests.asks[request_id].may_fail:
             self.around.oracles.complain("params", f"{request_id} was refused: {command.failure}")
-        if isinstance(command, StartPull):
+        if not isinstance(command, RejectPull):
             pull.prefill = engine_of(command.peer.host)
-            pull.awaited = command.awaited
             pull.owner = self._requests.owners[command.lease.request_id]
             pull.remote_request_id = command.lease.request_id
             pull.may_fail = self._requests.asks[request_id].may_fail
-            if command.awaited:
+            if isinstance(command, StartPull):
                 self._loaded_tokens[request_id] = command.num_tokens or 0
                 self._requests.cover("read back", self.role == PREFILL)
         self.around.oracles.start(pull)
