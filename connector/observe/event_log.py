@@ -255,6 +255,13 @@ _WAITS: dict[remote_engine.WaitsFor, str] = {
 }
 
 
+def request_subject(request_id: str, age_seconds: float, detail: str = "") -> str:
+    """What lines call a request that this engine has known for so long. `detail` tells which one, or what becomes of
+    it."""
+    which = f"{request_id}, {detail}" if detail else request_id
+    return f"request {which}, known for {age_seconds:.1f} s"
+
+
 def describe_wait(waiting: remote_engine.RequestView, peer_state: peer.State) -> str:
     """What a request waits for that has not ended."""
     if waiting.waits_for == "peer" and peer_state is peer.State.HANDSHAKING:

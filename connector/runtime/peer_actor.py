@@ -30,6 +30,7 @@ import trio
 from connector.clock import NS_PER_SECOND, seconds_until, to_ns
 from connector.layout.geometry import BlockIdError
 from connector.observe.catalogue import HANDSHAKES_FAILED
+from connector.observe.event_log import request_subject
 from connector.ports import nixl
 from connector.protocol import (
     AbortPull,
@@ -233,7 +234,7 @@ class PeerActor:
     def _named(self, command: TrackLease | StartPull, came_ns: int) -> str:
         since_ns = self._context.clock.now_ns() - came_ns
         age_seconds = command.age_seconds + since_ns / NS_PER_SECOND
-        return f"request {command.request_id}, engine {self._describe()}, known for {age_seconds:.1f} s"
+        return request_subject(command.request_id, age_seconds, f"engine {self._describe()}")
 
     def _describe(self) -> str:
         """What the log calls the engine."""

@@ -23,6 +23,7 @@ from typing import assert_never
 import trio
 
 from connector.clock import NS_PER_SECOND, to_ns
+from connector.observe.event_log import request_subject
 from connector.ports.nixl import NotificationReceived
 from connector.ports.side_channel import Listener
 from connector.protocol import (
@@ -392,10 +393,8 @@ class Supervisor:
             )
         )
         assert ended.failure is not None
-        subject = f"request {fresh.request_id}"
-        if isinstance(command, StartPull):
-            subject += f", engine {command.peer.engine_id} at {command.peer}"
-        self._context.log_failure(f"{subject}, known for {command.age_seconds:.1f} s", ended.failure)
+        detail = f"engine {command.peer.engine_id} at {command.peer}" if isinstance(command, StartPull) else ""
+        self._context.log_failure(request_subject(fresh.request_id, command.age_seconds, detail), ended.failure)
 
     async def _retire_idle(self, idle_ns: int) -> None:
         clock = self._context.clock

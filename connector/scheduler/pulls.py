@@ -35,7 +35,7 @@ from connector.clock import NS_PER_SECOND, Clock
 from connector.config import ConnectorOptions
 from connector.key_files import ParamsKeyFile
 from connector.observe import catalogue
-from connector.observe.event_log import FailureLog
+from connector.observe.event_log import FailureLog, request_subject
 from connector.observe.log import get_logger, is_said
 from connector.protocol import PeerAddress, RejectPull, ReleaseUnread, StartPull, TrackLease
 from connector.scheduler.cache_groups import CacheGroups
@@ -160,7 +160,7 @@ class Pulls:
             remote = self._genuine(parse_remote_prefill(params_untrusted), lends_back=True)
         except ParamsError as error:
             age_seconds = self._age_seconds(heard_ns)
-            subject = f"request {request.request_id}, which is computed whole, known for {age_seconds:.1f} s"
+            subject = request_subject(request.request_id, age_seconds, "which is computed whole")
             self._log_failure(subject, error.failure)
             return None
         groups = len(self._groups.all)
@@ -210,8 +210,7 @@ class Pulls:
             return ReleaseUnread(
                 request_id=request_id, lease=_lease(pull.remote), peer=_address(pull.remote), age_seconds=age_seconds
             )
-        subject = f"request {request_id}, for which nothing is read, known for {age_seconds:.1f} s"
-        self._log_failure(subject, pull.remote)
+        self._log_failure(request_subject(request_id, age_seconds, "for which nothing is read"), pull.remote)
         return None
 
     def note_taken(self, pull: WaitingPull) -> None:
