@@ -100,9 +100,9 @@ class LeaseKeeper:
         log_crash: writes a line with a traceback: which task, what it raised.
         watch_notifications: tells the NIXL port whether anybody may be reading from us.
         control: this worker's control socket; whoever made it closes it.
-        hear_engine: calls `deliver` with what the engine has said until now and is still on its way. The engine tells
-            of a lease before its prompt is computed, so whoever asks for one was told of it later; but the engine may
-            have kept the interpreter to itself since, and what it said must not be found missing.
+        deliver_posted: calls `deliver` with the commands that the engine thread has posted and that are on their way.
+            The engine tells of a lease before its prompt is computed, so whoever asks for one was told of it later; but
+            the engine may have kept the interpreter to itself since, and its command must not be found missing.
         inspect: told of a tool's question, and where the answer goes.
         meet: told which engines a tool wants to be met; says how far each has come, and how many it now asks.
     """
@@ -121,11 +121,11 @@ class LeaseKeeper:
         watch_notifications: Callable[[bool], None],
         control: Listener,
         leave_secret: bytes,
-        hear_engine: Callable[[], None],
+        deliver_posted: Callable[[], None],
         inspect: Callable[[Inspect, bytes], None],
         meet: Callable[[Meet], tuple[MeetReport, int]],
     ) -> None:
-        self._hear_engine = hear_engine
+        self._deliver_posted = deliver_posted
         self._inspect = inspect
         self._meet = meet
         self.observer = observe
@@ -174,7 +174,7 @@ class LeaseKeeper:
 
     def notify(self, sender: str, message_untrusted: bytes) -> None:
         """Take a notification that the agent `sender` has sent through NIXL, unless too many wait already."""
-        self._hear_engine()
+        self._deliver_posted()
         bytes_waiting = self._notification_bytes_waiting + len(message_untrusted)
         if self._notifications_waiting >= NOTIFICATIONS_WAITING_MAX or bytes_waiting > NOTIFICATION_BYTES_WAITING_MAX:
             self._drop_notification()
@@ -203,7 +203,7 @@ class LeaseKeeper:
         control = self._control
         while True:
             asked = await control.receive()
-            self._hear_engine()
+            self._deliver_posted()
             control.charge(asked.reply_address, units_to_decode(asked.frames_untrusted), understood=False)
             try:
                 message = wire.decode_request(asked.frames_untrusted)

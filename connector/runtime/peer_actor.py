@@ -3,7 +3,7 @@
 A dead or hung engine costs only its own requests, because nothing here is shared with the actors of other engines but
 `Reads`, which never waits for a peer.
 
-Whoever has a message tells it, and it is heard at once, in the caller's turn of the trio loop: between a command of
+Whoever has a message tells it, and it is handled at once, in the caller's turn of the trio loop: between a command of
 the engine and the READ that it leads to lies no other turn, for each may be a wait for the interpreter while the
 engine keeps that busy (docs/performance.md). Each message is an event of the core; the effects that come back are
 carried out in order. What is told while the actor is at work waits in its inbox until it is done. What takes time
@@ -208,16 +208,16 @@ class PeerActor:
         return wakes_at_ns is None or deadline_ns < wakes_at_ns or deadline_ns <= self._context.clock.now_ns()
 
     def _work(self, *, advance: bool = False) -> None:
-        """Hear what is in the inbox."""
+        """Handle what is in the inbox."""
         if self._crash is not None:
             return
         self._is_at_work = True
         try:
-            self._hear_all()
+            self._handle_all()
             if advance:
                 self._notices.write(self._context.clock.now_ns())
                 self._carry_out(self.core.advance(self._context.clock.now_ns()))
-                self._hear_all()
+                self._handle_all()
             was_connected, self._was_connected = self._was_connected, self.core.is_connected
             if was_connected and not self._was_connected:
                 self._on_disconnected()
@@ -242,11 +242,11 @@ class PeerActor:
         others = "".join(f", {name} {size}" for name, size in (("DCP", key.dcp_size), ("PP", key.pp_size)) if size > 1)
         return f"{key.engine_id} at {self.core.address} (TP {key.tp_size}{others})"
 
-    def _hear_all(self) -> None:
+    def _handle_all(self) -> None:
         while self._inbox:
-            self._hear(self._inbox.popleft())
+            self._handle(self._inbox.popleft())
 
-    def _hear(self, message: Event | PullCommand) -> None:
+    def _handle(self, message: Event | PullCommand) -> None:
         if not isinstance(message, Event):
             self._commands_waiting -= 1
             message = self._event_of_command(message)
@@ -267,18 +267,18 @@ class PeerActor:
 
     def end(self, failure: Failure) -> None:
         """The connector ends before `run` has: perhaps this actor waits to be run again after a crash. What it was told
-        is heard, and whatever is open fails. Blocks under READs in flight are quarantined for good."""
+        is handled, and whatever is open fails. Blocks under READs in flight are quarantined for good."""
         self._is_running = False
         self._connections.detach()
         while self._inbox:
-            self._hear_last(self._inbox.popleft())
-        self._hear_last(core.Stop(failure=failure))
-        for command in self.take_unheard():  # there is no successor
-            self._hear_last(command)
-        self._hear_last(core.Unwatched())
+            self._handle_last(self._inbox.popleft())
+        self._handle_last(core.Stop(failure=failure))
+        for command in self.take_unhandled():  # there is no successor
+            self._handle_last(command)
+        self._handle_last(core.Unwatched())
         self._context.recorder.catch_up()
 
-    def _hear_last(self, message: Event | PullCommand) -> None:
+    def _handle_last(self, message: Event | PullCommand) -> None:
         try:
             self._feed(message if isinstance(message, Event) else self._event_of_command(message))
         except Exception as error:
@@ -289,7 +289,7 @@ class PeerActor:
         self._commands_waiting += 1
         self.tell(command)
 
-    def take_unheard(self) -> list[PullCommand]:
+    def take_unhandled(self) -> list[PullCommand]:
         """After `run` returned: the commands that came too late for it."""
         self._for_successor += [message for message in self._inbox if not isinstance(message, Event)]
         self._inbox.clear()
@@ -379,7 +379,7 @@ class PeerActor:
             self.tell(self._resolve(effect, known))
 
     def _resolve(self, effect: core.ResolveBlocks, known: Sequence[KnownSums] | None) -> Event:
-        """What the core is to hear of it."""
+        """What the core is to be told of it."""
         connection, pull = self._connections[effect.connection], self._pulls[effect.request_id]
         try:
             resolved = resolve(connection.plan, pull.command)

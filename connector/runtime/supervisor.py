@@ -119,7 +119,7 @@ class Supervisor:
             watch_notifications=worker.nixl_port.expect_notifications,
             control=control,
             leave_secret=leave_secret,
-            hear_engine=deliver_posted,
+            deliver_posted=deliver_posted,
             inspect=lambda question, reply_to: self._inspector.ask(question, reply_to),
             meet=self._meet,
         )
@@ -366,7 +366,7 @@ class Supervisor:
         self._forget(key)
         # What arrived after its last look at the inbox goes to its successor, before what has come since of the same
         # requests and waits for the device.
-        for command in actor.take_unheard():
+        for command in actor.take_unhandled():
             self._deliver_now(command)
 
     def _forget(self, key: PeerKey) -> None:

@@ -141,7 +141,7 @@ class RemoteEngine:
             case ReadChecked():
                 self._end_check(event, now_ns)
             case Announced() | Started() | NotNeeded() | MeetAsked() | AbortAsked():
-                self._hear_engine(event, now_ns)
+                self._handle_from_engine(event, now_ns)
             case BlocksResolved():
                 self._resolve(event, now_ns)
             case BlocksRejected(request_id=request_id, failure=failure):
@@ -232,7 +232,7 @@ class RemoteEngine:
 
     # --- what the engine wants --------------------------------------------------------------------------------------
 
-    def _hear_engine(self, event: FromEngine, now_ns: int) -> None:
+    def _handle_from_engine(self, event: FromEngine, now_ns: int) -> None:
         if self._passes_to_successor:
             self._parked.append((now_ns, event))
             return
@@ -260,7 +260,7 @@ class RemoteEngine:
     def _take_parked(self, now_ns: int) -> None:
         """One at a time: if one raises, the others are still there."""
         while self._parked:
-            self._hear_engine(self._unpark(now_ns), now_ns)
+            self._handle_from_engine(self._unpark(now_ns), now_ns)
 
     def _unpark(self, now_ns: int) -> FromEngine:
         """The first that is parked, as if it came now."""

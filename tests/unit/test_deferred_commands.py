@@ -144,7 +144,7 @@ def test_an_abort_stays_behind_the_read_that_it_is_to_end() -> None:
 def test_what_a_retired_actor_has_not_heard_goes_to_its_successor_before_what_waits_for_the_device() -> None:
     """A request that is said to be queued when it has ended is never said to be anything else again."""
     first, abort = pull("a", [1]), AbortPull(request_id="a")
-    unheard = TrackLease(request_id="a", lease=first.lease, peer=first.peer, age_seconds=0.0)
+    unhandled = TrackLease(request_id="a", lease=first.lease, peer=first.peer, age_seconds=0.0)
     actors, steps = Actors(), Steps()
     actors.take(steps.after(1, first), abort)
     supervisor = object.__new__(Supervisor)
@@ -155,11 +155,11 @@ def test_what_a_retired_actor_has_not_heard_goes_to_its_successor_before_what_wa
     async def run_nothing() -> None:
         pass
 
-    retired = SimpleNamespace(run=run_nothing, recover=None, take_unheard=lambda: [unheard])
+    retired = SimpleNamespace(run=run_nothing, recover=None, take_unhandled=lambda: [unhandled])
     trio.run(supervisor._run_peer, PeerKey("p", 1, 1, 1), retired)
     steps.over = 1
     actors.deferred._let_through()
-    assert actors.told == [unheard, first, abort]
+    assert actors.told == [unhandled, first, abort]
     assert actors.crashes == []
 
 

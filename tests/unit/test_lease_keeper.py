@@ -116,7 +116,7 @@ class Rank:
             watch_notifications=self.is_watching.append,
             control=control,
             leave_secret=LEAVE_SECRET,
-            hear_engine=self._hear_engine,
+            deliver_posted=self._deliver_said,
             inspect=lambda question, reply_to: None,
             meet=lambda message: (MeetReport(rows=()), 0),
         )
@@ -129,7 +129,7 @@ class Rank:
             raise RuntimeError("injected")
         self._core_step(name, event)
 
-    def _hear_engine(self) -> None:
+    def _deliver_said(self) -> None:
         while self.says_late:
             self.says_late.pop(0)()
 

@@ -81,7 +81,7 @@ def test_what_is_told_after_a_crash_waits_for_the_recovery() -> None:
     actor.recover(crash)
     assert isinstance(core.heard[1], Crashed)
     assert core.heard[2:] == [ended]
-    actor._hear_all()
+    actor._handle_all()
     assert core.heard[3:] == [lost]
 
 
@@ -137,4 +137,4 @@ def test_who_came_too_late_is_for_the_successor() -> None:
     assert actor._crash is None
     assert core.is_finished
     age_seconds = command.age_seconds + now_ns / NS_PER_SECOND
-    assert actor.take_unheard() == [msgspec.structs.replace(command, age_seconds=age_seconds)]
+    assert actor.take_unhandled() == [msgspec.structs.replace(command, age_seconds=age_seconds)]
