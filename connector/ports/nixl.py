@@ -6,12 +6,12 @@ Contract (each line is a test of the suite)
 * All methods are called from the trio thread only. Methods declared `async` are checkpoints; the others never block.
   Whatever the order is in which they are called is the order in which NIXL is.
 * Handles are plain ints made by the port. A handle is never reused in the life of a port.
-* `post_read` gives an order and returns at once. The READ's end arrives as exactly one `ReadEnded` event, also when
+* `post_read` gives an order and returns at once. The READ's end arrives as exactly one `PortReadEnded` event, also when
   NIXL refused it, or the port was closed before its turn came: then `was_posted` is false, and nothing of it can write.
   A READ that never ends has no such event. Before it ends there may be one `ReadPosted`: NIXL has all of it.
   What `post_read` raises it raises before anything is ordered.
-* `ReadEnded` without an error: all bytes are in local memory, and nothing of that READ writes there any more.
-* `ReadEnded` with an error: part of the bytes may have arrived. NIXL reports the error of the first descriptor that
+* `PortReadEnded` without an error: all bytes are in local memory, and nothing of that READ writes there any more.
+* `PortReadEnded` with an error: part of the bytes may have arrived. NIXL reports the error of the first descriptor that
   failed, while the transport may still be working on the others. `quiescent` says whether that is excluded: only if
   the READ had a single descriptor, NIXL knows its error, and released its handle. If it is false, bytes may land at any
   later time. Nothing else proves a READ's end: NIXL cannot stop one, and releasing its handle does not (docs/nixl.md
@@ -80,7 +80,7 @@ class ReadPosted(msgspec.Struct, frozen=True):
     handle: ReadHandle
 
 
-class ReadEnded(msgspec.Struct, frozen=True, kw_only=True):
+class PortReadEnded(msgspec.Struct, frozen=True, kw_only=True):
     """The end of a READ. See the module's contract for what it proves.
 
     Attributes:
@@ -107,7 +107,7 @@ class ReadMeasured(msgspec.Struct, frozen=True, kw_only=True):
     """What NIXL's telemetry says of a READ without an error; comes some time after its end, or never.
 
     Attributes:
-        bytes, descriptors: as in `ReadEnded`.
+        bytes, descriptors: as in `PortReadEnded`.
         seconds_in_transport, seconds_to_post: 0.0 when NIXL says nothing.
     """
 
@@ -131,7 +131,7 @@ class PortBroken(msgspec.Struct, frozen=True):
     error: str
 
 
-NixlEvent: TypeAlias = ReadPosted | ReadEnded | ReadMeasured | NotificationReceived | PortBroken
+NixlEvent: TypeAlias = ReadPosted | PortReadEnded | ReadMeasured | NotificationReceived | PortBroken
 
 
 class NixlCallFailed(Exception):

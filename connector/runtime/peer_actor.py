@@ -31,7 +31,7 @@ from connector.clock import NS_PER_SECOND, seconds_until, to_ns
 from connector.layout.geometry import BlockIdError
 from connector.observe.catalogue import HANDSHAKES_FAILED
 from connector.observe.event_log import request_subject
-from connector.ports import nixl
+from connector.ports.nixl import PortReadEnded
 from connector.protocol import (
     AbortPull,
     MeetPeer,
@@ -420,7 +420,7 @@ class PeerActor:
             )
         self._context.reads.order(orders)
 
-    def _take_read_end(self, ended: core.ReadEnded, event: nixl.ReadEnded | None) -> None:
+    def _take_read_end(self, ended: core.ReadEnded, event: PortReadEnded | None) -> None:
         pull = self._pulls.get(ended.request_id)
         if pull is not None and event is not None and ended.failure is None:
             pull.bytes = (pull.bytes or 0) + event.bytes

@@ -22,7 +22,6 @@ from typing import Protocol, assert_never
 
 from connector.clock import Clock
 from connector.observe.catalogue import READS_FAILED
-from connector.ports import nixl
 from connector.ports.nixl import (
     AgentName,
     DescriptorIds,
@@ -34,6 +33,7 @@ from connector.ports.nixl import (
     NotificationReceived,
     PortBroken,
     PortClosed,
+    PortReadEnded,
     ReadHandle,
     ReadMeasured,
     ReadPosted,
@@ -76,7 +76,7 @@ class ReadOrder:
     remote: DescriptorListHandle
     remote_ids: DescriptorIds
     is_wanted: Callable[[], bool]
-    on_end: Callable[[ReadEnded, nixl.ReadEnded | None], None]
+    on_end: Callable[[ReadEnded, PortReadEnded | None], None]
 
 
 class AgentOwner(Protocol):
@@ -272,7 +272,7 @@ class Reads:
                 case ReadPosted(handle=handle):
                     self._note_turn(handle)
                     self._post_next()
-                case nixl.ReadEnded(handle=handle):
+                case PortReadEnded(handle=handle):
                     self._note_turn(handle)
                     order = self._posted.pop(handle)
                     del self._posted_ns[handle]
@@ -297,7 +297,7 @@ class Reads:
     def _end(
         self,
         order: ReadOrder,
-        event: nixl.ReadEnded | None,
+        event: PortReadEnded | None,
         operation: str = "READ",
         error: str | None = None,
         *,

@@ -58,11 +58,11 @@ from connector.runtime.reads import DESCRIPTORS_AHEAD_MAX, Reads
 from connector.runtime.restarts import keep_running
 from connector.wire.administration import Meet, MeetReport
 from connector.wire.inspection import EngineFacts
+from statemachine import remote_engine as core
 from statemachine import roster
 from statemachine.failures import ActorCrashed, ConnectorStopped
 from statemachine.kernel import Event
 from statemachine.quarantine import limit_of
-from statemachine.remote_engine import Recall, Retire, Stop
 from statemachine.roster import PeerKey, Roster
 from statemachine.trace import StepSeen
 
@@ -215,7 +215,7 @@ class Supervisor:
         self._tell_roster(roster.Stopped(failure=self._stopped))
         self._deferred.release()
         for actor in self._peers.values():
-            actor.tell(Stop(failure=self._stopped))
+            actor.tell(core.Stop(failure=self._stopped))
 
     def _close_roster(self) -> None:
         """No actor is left to answer for a request: those that come from here on are refused."""
@@ -336,9 +336,9 @@ class Supervisor:
                 case roster.Admit(key=key, message=command):
                     self._admit(key, command.peer)
                 case roster.Retire(key=key):
-                    self._peers[key].tell(Retire())
+                    self._peers[key].tell(core.Retire())
                 case roster.Recall(key=key, message=command):
-                    self._peers[key].tell(Recall(address=command.peer))
+                    self._peers[key].tell(core.Recall(address=command.peer))
                 case roster.Refuse():
                     self._refuse(effect)
                 case roster.TellNotNeeded(key=key, message=command):

@@ -29,7 +29,7 @@ from connector.layout.shapes import LayerShape
 from connector.observe.event_log import EventLog
 from connector.observe.sinks import combined
 from connector.ports.gate import Access
-from connector.ports.nixl import MemoryRange, NixlEvent, NotificationReceived, PortCounts, ReadEnded
+from connector.ports.nixl import MemoryRange, NixlEvent, NotificationReceived, PortCounts, PortReadEnded
 from connector.ports.nixl_agent import RealNixlPort
 from connector.ports.side_channel import Listener
 from connector.ports.zmq_bridge import ZmqSideChannel
@@ -149,7 +149,7 @@ class HeardPort(RealNixlPort):
 
     def set_event_callback(self, on_event: Callable[[NixlEvent], None]) -> None:
         def hear(event: NixlEvent) -> None:
-            if isinstance(event, ReadEnded):
+            if isinstance(event, PortReadEnded):
                 event = msgspec.structs.replace(event, ended_ns=self.clock.now_ns())
             on_event(event)
 

@@ -10,7 +10,7 @@ import pytest
 import trio
 
 from connector.config import ConnectorOptions
-from connector.ports.nixl import NixlEvent, ReadEnded
+from connector.ports.nixl import NixlEvent, PortReadEnded
 from connector.protocol import AbortPull, LeaseComputing, PeerAddress
 from connector.runtime import block_tables
 from tests.actors.engines import engine, lease_of, until
@@ -86,7 +86,7 @@ def test_the_end_of_a_read_is_reported_in_the_turn_in_which_it_is_known(monkeypa
 
             def note(event: NixlEvent) -> None:
                 receive(event)
-                if isinstance(event, ReadEnded):
+                if isinstance(event, PortReadEnded):
                     told.append(d.received("a") is not None)
 
             monkeypatch.setattr(d.port, "_on_event", note)

@@ -63,7 +63,7 @@ def test_what_fails_at_one_is_rebuilt_by_all(monkeypatch: pytest.MonkeyPatch) ->
     receive = Reads._receive
 
     def slow(self: Reads, event: nixl.NixlEvent) -> None:
-        if holds and isinstance(event, nixl.ReadEnded):
+        if holds and isinstance(event, nixl.PortReadEnded):
             held.append((self, event))
         else:
             receive(self, event)

@@ -36,7 +36,7 @@ from connector.layout.landing import Permute
 from connector.layout.plan import EnginePlan
 from connector.layout.shapes import LayerShape
 from connector.layout.sources import partners
-from connector.ports.nixl import MemoryRange, NixlEvent, ReadEnded
+from connector.ports.nixl import MemoryRange, NixlEvent, PortReadEnded
 from connector.ports.nixl_agent import RealNixlPort
 from connector.protocol import Permutation
 from connector.worker.landing import BlockPermuter, landing_caches
@@ -208,7 +208,7 @@ class Reader:
             posted.add(port.post_read(local, local_ids, remote, remote_ids))
         while posted:
             event = await events.receive()
-            if isinstance(event, ReadEnded):
+            if isinstance(event, PortReadEnded):
                 assert event.error is None, event
                 posted.remove(event.handle)
         read = time.perf_counter()

@@ -27,7 +27,7 @@ import numpy as np
 import psutil
 import trio
 
-from connector.ports.nixl import MemoryRun, NixlEvent, ReadEnded
+from connector.ports.nixl import MemoryRun, NixlEvent, PortReadEnded
 from connector.ports.nixl_agent import RealNixlPort
 from tests.chaos.remains import WORKER, processes
 from tests.conformance.nixl_suite import BLOCK_BYTES, BLOCKS, new_memory, whole
@@ -99,11 +99,11 @@ class _Reader:
         self.port = RealNixlPort.open(f"reader-{os.getpid()}", whole(memory))
         self.port.set_event_callback(self._on_event)
         self._memory = memory
-        self._ended, self._ends = trio.open_memory_channel[ReadEnded](BLOCKS)
+        self._ended, self._ends = trio.open_memory_channel[PortReadEnded](BLOCKS)
         self._ids = np.arange(BLOCKS, dtype=np.int32)
 
     def _on_event(self, event: NixlEvent) -> None:
-        if isinstance(event, ReadEnded):
+        if isinstance(event, PortReadEnded):
             self._ended.send_nowait(event)
 
     async def meet(self) -> None:

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
-from connector.ports.nixl import MemoryRange, MemoryRun, NixlEvent, ReadEnded
+from connector.ports.nixl import MemoryRange, MemoryRun, NixlEvent, PortReadEnded
 from connector.ports.nixl_agent import RealNixlPort
 from tests.bench.source import pages, source
 
@@ -138,7 +138,7 @@ async def through_port(meter: Meter, metadata: bytes, address: int, memory: npt.
     ended: dict[int, trio.Event] = {}
 
     def on_event(event: NixlEvent) -> None:
-        if isinstance(event, ReadEnded):
+        if isinstance(event, PortReadEnded):
             ended.setdefault(event.handle, trio.Event()).set()
 
     async def read() -> None:
@@ -152,7 +152,7 @@ async def through_port(meter: Meter, metadata: bytes, address: int, memory: npt.
         local = await port.prepare_local([MemoryRun(memory.ctypes.data, BLOCK_BYTES, BLOCK_BYTES, BLOCKS)])
         runs = [MemoryRun(address, BLOCK_BYTES, BLOCK_BYTES, BLOCKS)]
         remote = await meter.measure("prepare_remote", lambda peer=peer, runs=runs: port.prepare_remote(peer, runs))
-        await meter.measure("post_read until ReadEnded", read)
+        await meter.measure("post_read until PortReadEnded", read)
         await port.release_descriptor_list(local)
         await port.release_descriptor_list(remote)
         await port.remove_remote_agent(peer)

@@ -38,7 +38,7 @@ from connector.ports.nixl import (
     PortBroken,
     PortClosed,
     PortCounts,
-    ReadEnded,
+    PortReadEnded,
     ReadHandle,
     ReadMeasured,
     ReadPosted,
@@ -116,14 +116,14 @@ class Recorder:
         self._begun: defaultdict[ReadHandle, trio.Event] = defaultdict(trio.Event)
         self._ended: set[ReadHandle] = set()
         self.complaints: list[str] = []
-        self.on_end: Callable[[ReadEnded], None] = lambda end: None
+        self.on_end: Callable[[PortReadEnded], None] = lambda end: None
         self._new = trio.Event()
         port.set_event_callback(self._on_event)
 
     def _on_event(self, event: NixlEvent) -> None:
         if threading.get_ident() != self._thread:
             self.complaints.append(f"{event} in another thread")
-        if isinstance(event, ReadEnded):
+        if isinstance(event, PortReadEnded):
             if event.error is None and not event.quiescent:
                 self.complaints.append(f"{event} is done and not quiescent")
             if event.handle not in self.known:
@@ -134,15 +134,15 @@ class Recorder:
                 self.complaints.append(f"{event} after another end")
             self._ended.add(event.handle)
         self.events.append(event)
-        if isinstance(event, ReadPosted | ReadEnded):
+        if isinstance(event, ReadPosted | PortReadEnded):
             self._begun[event.handle].set()
-        if isinstance(event, ReadEnded):
+        if isinstance(event, PortReadEnded):
             self.on_end(event)
         self._new.set()
         self._new = trio.Event()
 
-    def ends(self) -> dict[ReadHandle, ReadEnded]:
-        return {event.handle: event for event in self.events if isinstance(event, ReadEnded)}
+    def ends(self) -> dict[ReadHandle, PortReadEnded]:
+        return {event.handle: event for event in self.events if isinstance(event, PortReadEnded)}
 
     def notifications(self) -> list[tuple[AgentName, bytes]]:
         return [(e.sender, e.message_untrusted) for e in self.events if isinstance(e, NotificationReceived)]
@@ -156,7 +156,7 @@ class Recorder:
             await self._new.wait()
         assert self.complaints == []
 
-    async def end_of(self, handle: ReadHandle) -> ReadEnded:
+    async def end_of(self, handle: ReadHandle) -> PortReadEnded:
         await self.until(lambda: handle in self.ends())
         return self.ends()[handle]
 
@@ -169,7 +169,7 @@ class Recorder:
         await self.until(lambda: bool(found()))
         return found()
 
-    async def done(self, handle: ReadHandle) -> ReadEnded:
+    async def done(self, handle: ReadHandle) -> PortReadEnded:
         """The end of a READ that must succeed."""
         end = await self.end_of(handle)
         assert end.error is None
@@ -177,7 +177,7 @@ class Recorder:
         assert not end.transport_lost
         return end
 
-    async def failed(self, handle: ReadHandle, *, quiescent: bool) -> ReadEnded:
+    async def failed(self, handle: ReadHandle, *, quiescent: bool) -> PortReadEnded:
         """The end of a READ that must fail."""
         end = await self.end_of(handle)
         assert end.error
@@ -393,7 +393,7 @@ class NixlPortSuite(ABC):
             await trio.sleep(0.1)
             assert reader.port.counts() == before
             assert len(reader.recorder.events) == 10
-            assert all(isinstance(event, ReadEnded) and event.error for event in reader.recorder.events)
+            assert all(isinstance(event, PortReadEnded) and event.error for event in reader.recorder.events)
             assert reader.untouched(range(BLOCKS))
 
         self.run(scenario)
@@ -419,7 +419,7 @@ class NixlPortSuite(ABC):
             reader, *_ = await reader_and_source(world)
             handles = [reader.order([0], [0])]
 
-            def go_on(end: ReadEnded) -> None:
+            def go_on(end: PortReadEnded) -> None:
                 if len(handles) < BLOCKS:
                     handles.append(reader.order([len(handles)], [len(handles)]))
 

@@ -307,7 +307,7 @@ class TestRealNixlPort(NixlPortSuite):
             await reader.recorder.until(lambda: "ReadMeasured" in said)
 
         self.run(scenario)
-        told = said.index("ReadEnded")
+        told = said.index("PortReadEnded")
         waited_for = [name for name in said[:told] if name != "ReadPosted"]
         assert sorted(waited_for) == ["make_prepped_xfer"] * posts + ["transfer"] * posts
         afterwards = said[told + 1 : said.index("ReadMeasured")]

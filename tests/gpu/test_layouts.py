@@ -25,7 +25,7 @@ from connector.layout.geometry import RankId
 from connector.layout.landing import Permute
 from connector.layout.plan import ReadPlan
 from connector.layout.sources import partners
-from connector.ports.nixl import DescriptorIds, MemoryRun, NixlEvent, ReadEnded
+from connector.ports.nixl import DescriptorIds, MemoryRun, NixlEvent, PortReadEnded
 from connector.protocol import Memory
 from connector.worker.cache_memory import CacheMemory, Numbers
 from connector.worker.finishing import Finishing, Loaded, run_on
@@ -376,7 +376,7 @@ async def _read(
             descriptors += local_ids.size
         while posted:
             event = await events.receive()
-            if isinstance(event, ReadEnded):
+            if isinstance(event, PortReadEnded):
                 assert event.error is None, event
                 posted.remove(event.handle)
     finally:

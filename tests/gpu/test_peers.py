@@ -19,7 +19,7 @@ import pytest
 import torch
 import trio
 
-from connector.ports.nixl import DescriptorListHandle, MemoryRun, NixlEvent, ReadEnded
+from connector.ports.nixl import DescriptorListHandle, MemoryRun, NixlEvent, PortReadEnded
 from connector.ports.nixl_agent import RealNixlPort
 from tests.bench.source import Source
 from tests.gpu.device_memory import DeviceMemory, make_current
@@ -78,14 +78,14 @@ class Reader:
         agent = await self._port.add_remote_agent(source.metadata)
         return await self._port.prepare_remote(agent, [self._run(self._memory, source.address, source.device_id)])
 
-    async def read(self, remote: DescriptorListHandle) -> ReadEnded:
+    async def read(self, remote: DescriptorListHandle) -> PortReadEnded:
         """Whatever its end is, it comes in bounded time."""
         ids = np.random.default_rng(1).permutation(PAGES[self._memory.device.type]).astype(np.int32)
         handle = self._port.post_read(self._local, ids, remote, ids)
         with trio.fail_after(ENDS_SECONDS):
             while True:
                 event = await self._events.receive()
-                if isinstance(event, ReadEnded) and event.handle == handle:
+                if isinstance(event, PortReadEnded) and event.handle == handle:
                     return event
 
 

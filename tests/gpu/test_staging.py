@@ -21,7 +21,7 @@ import pytest
 import torch
 import trio
 
-from connector.ports.nixl import MemoryRange, MemoryRun, NixlEvent, ReadEnded
+from connector.ports.nixl import MemoryRange, MemoryRun, NixlEvent, PortReadEnded
 from connector.ports.nixl_agent import RealNixlPort
 from connector.protocol import Memory
 from connector.worker.cache_memory import CacheMemory
@@ -66,7 +66,7 @@ async def read(host: torch.Tensor, source: Source) -> None:
             handle = port.post_read(local, np.array(LOADED, np.int32), remote, np.array(REMOTE, np.int32))
             while True:
                 event = await events.receive()
-                if isinstance(event, ReadEnded) and event.handle == handle:
+                if isinstance(event, PortReadEnded) and event.handle == handle:
                     assert event.error is None
                     break
     finally:

@@ -19,7 +19,7 @@ import pytest
 import torch
 import trio
 
-from connector.ports.nixl import MemoryRun, NixlEvent, ReadEnded
+from connector.ports.nixl import MemoryRun, NixlEvent, PortReadEnded
 from connector.ports.nixl_agent import RealNixlPort
 from connector.ports.nixl_agent.core import PROBE_BYTES
 from connector.worker.cache_memory import scratch_beside
@@ -139,7 +139,7 @@ async def through_the_port(
             handle = port.post_read(local, ids, remote, ids[::-1].copy())
             while True:
                 event = await events.receive()
-                if isinstance(event, ReadEnded) and event.handle == handle:
+                if isinstance(event, PortReadEnded) and event.handle == handle:
                     assert event.error is None
                     break
             seconds.append(time.perf_counter() - start)

@@ -54,7 +54,7 @@ from connector.ports.nixl import (
     PortBroken,
     PortClosed,
     PortCounts,
-    ReadEnded,
+    PortReadEnded,
     ReadHandle,
     ReadMeasured,
     ReadPosted,
@@ -627,7 +627,7 @@ class FakeNixlPort:
             read = plan()
         except NixlCallFailed as failed:
             self._events.append(
-                ReadEnded(
+                PortReadEnded(
                     handle=handle,
                     ended_ns=self._now_ns(),
                     error=failed.error,
@@ -764,7 +764,7 @@ class FakeNixlPort:
         if not quiescent and not read.connection.is_removed:
             self._errored[read.handle] = read.connection
         self._events.append(
-            ReadEnded(
+            PortReadEnded(
                 handle=read.handle,
                 ended_ns=self._now_ns(),
                 error=error,

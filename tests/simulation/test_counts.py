@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 import trio
 
-from connector.ports.nixl import NixlEvent, ReadEnded
+from connector.ports.nixl import NixlEvent, PortReadEnded
 from connector.wire import control
 from tests.rig.work import Counted
 from tests.simulation.bare_engines import BareEngines, on_fakes
@@ -65,7 +65,7 @@ class Port:
 
     def _count(self, event: NixlEvent) -> None:
         assert self._hear is not None
-        if not isinstance(event, ReadEnded):
+        if not isinstance(event, PortReadEnded):
             self._hear(event)
             return
         with Counted() as work:

@@ -57,7 +57,7 @@ class Port:
         return self.ordered[-1]
 
     def end(self, handle: int, error: str | None = None, *, was_posted: bool = True) -> None:
-        self.tell(nixl.ReadEnded(handle=handle, ended_ns=7, error=error, was_posted=was_posted))
+        self.tell(nixl.PortReadEnded(handle=handle, ended_ns=7, error=error, was_posted=was_posted))
 
 
 def reads_of(port: Any, log_crash: Callable[..., None] = nothing) -> Reads:
@@ -197,7 +197,7 @@ class Orders:
             on_end=self._note_end,
         )
 
-    def _note_end(self, end: ReadEnded, event: nixl.ReadEnded | None) -> None:
+    def _note_end(self, end: ReadEnded, event: nixl.PortReadEnded | None) -> None:
         assert end.read not in self.ended
         self.ended[end.read] = end
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from connector.clock import BootClock
-from connector.ports.nixl import DescriptorIds, DescriptorListHandle, NixlEvent, ReadEnded, ReadHandle
+from connector.ports.nixl import DescriptorIds, DescriptorListHandle, NixlEvent, PortReadEnded, ReadHandle
 
 if TYPE_CHECKING:
     from connector.ports.nixl_agent.core import AgentCore
@@ -81,9 +81,9 @@ class ReadOrdered(_Queued):
         self.remote = remote
         self.remote_ids = remote_ids
 
-    def refused(self, error: str, *, transport_lost: bool = False) -> ReadEnded:
+    def refused(self, error: str, *, transport_lost: bool = False) -> PortReadEnded:
         """Nothing of it was handed to NIXL."""
-        return ReadEnded(
+        return PortReadEnded(
             handle=self.handle,
             ended_ns=CLOCK.now_ns(),
             error=error,

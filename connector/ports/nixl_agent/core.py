@@ -48,7 +48,7 @@ from connector.ports.nixl import (
     MemoryRun,
     NixlEvent,
     NotificationReceived,
-    ReadEnded,
+    PortReadEnded,
     ReadHandle,
     ReadMeasured,
     ReadPosted,
@@ -276,7 +276,7 @@ class AgentCore:
         for handle in prepared or ():
             self._agent.release_dlist_handle(handle)
 
-    def post_read(self, order: ReadOrdered) -> ReadPosted | ReadEnded:
+    def post_read(self, order: ReadOrdered) -> ReadPosted | PortReadEnded:
         """Post a READ; returns its end if that is known already.
 
         Raises only when nothing was handed to the back end.
@@ -340,7 +340,7 @@ class AgentCore:
         ended = [self._look_at(handle, read) for handle, read in list(self.reads.items())]
         return [event for event in ended if event is not None]
 
-    def _look_at(self, handle: ReadHandle, read: _Read) -> ReadEnded | None:
+    def _look_at(self, handle: ReadHandle, read: _Read) -> PortReadEnded | None:
         """The end of a READ, if it has one by now."""
         try:
             state = self._agent.check_xfer_state(read.probe if read.is_probing else read.transfer)
@@ -352,7 +352,7 @@ class AgentCore:
             return self._end(handle, read, read.post_error or self.describe(error))
         return self._take_state(handle, read, state)
 
-    def _take_state(self, handle: ReadHandle, read: _Read, state: str) -> ReadEnded | None:
+    def _take_state(self, handle: ReadHandle, read: _Read, state: str) -> PortReadEnded | None:
         """What NIXL's state means for a READ: its end, or None while it is in flight."""
         if state != "DONE":
             return None
@@ -371,7 +371,7 @@ class AgentCore:
 
     def _end(
         self, handle: ReadHandle, read: _Read, failure: tuple[str, bool] | None, *, is_forgotten: bool = False
-    ) -> ReadEnded:
+    ) -> PortReadEnded:
         """Take a READ out of flight. `is_forgotten`: NIXL knows nothing of it any more, also not whether it is over."""
         ended_ns = CLOCK.now_ns()
         quiescent = failure is None
@@ -385,7 +385,7 @@ class AgentCore:
                 self.errored[handle] = read
             self._finish_removal(read.agent)
         error, transport_lost = failure or (None, False)
-        return ReadEnded(
+        return PortReadEnded(
             handle=handle,
             ended_ns=ended_ns,
             error=error,

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 from connector.cpu_affinity import leave_single_cpu
 from connector.observe.log import get_logger
-from connector.ports.nixl import PortBroken, ReadEnded, ReadHandle, ReadPosted
+from connector.ports.nixl import PortBroken, PortReadEnded, ReadHandle, ReadPosted
 from connector.ports.nixl_agent.call_queue import CallQueue
 from connector.ports.nixl_agent.calls import Call, CallRefused, Outgoing, ReadOrdered, ThreadEnded
 from connector.ports.nixl_agent.core import AgentCore
@@ -247,7 +247,7 @@ class AgentThread:
             call.failure = CallRefused(text, transport_lost=lost)
         return call
 
-    def _post(self, core: AgentCore, order: ReadOrdered) -> ReadPosted | ReadEnded:
+    def _post(self, core: AgentCore, order: ReadOrdered) -> ReadPosted | PortReadEnded:
         try:
             return core.post_read(order)
         except Exception as error:

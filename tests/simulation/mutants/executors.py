@@ -302,8 +302,8 @@ READS = (
         changes=(
             Edit(
                 Reads._receive,
-                "case nixl.ReadEnded(handle=handle):",
-                "case nixl.ReadEnded(handle=handle, was_posted=True):",
+                "case PortReadEnded(handle=handle):",
+                "case PortReadEnded(handle=handle, was_posted=True):",
             ),
         ),
         place=ByTest("tests/unit/test_reads.py::test_a_read_that_nixl_refuses_to_post_has_ended"),
@@ -737,7 +737,7 @@ SUPERVISOR = (
         name="stop without a word",
         row=27,
         broken="requests that are open when the connector stops are not reported",
-        changes=(Edit(Supervisor._stop_everything, "actor.tell(Stop(failure=self._stopped))", "pass"),),
+        changes=(Edit(Supervisor._stop_everything, "actor.tell(core.Stop(failure=self._stopped))", "pass"),),
         place=ByTest("tests/actors/test_peers.py::test_a_worker_that_stops_fails_what_is_open_at_once"),
     ),
     Mutant(
