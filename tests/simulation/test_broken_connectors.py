@@ -18,7 +18,7 @@ from connector.scheduler.lends import Lends
 from connector.scheduler.pulls import Pulls
 from connector.step_metadata import WorkerReport
 from connector.wire.signatures import ParamsKeys
-from connector.worker.finishing import Finishing, Loaded
+from connector.worker.finishing import Finished, Finishing, Loaded
 from tests.simulation.divergence import HASH_SEEDS, first_divergence, trace_in_a_process_of_its_own
 from tests.simulation.faults import Fault, Kind, Plan
 from tests.simulation.test_vllm_scheduler import (
@@ -83,10 +83,10 @@ def report_every_load_twice(patch: pytest.MonkeyPatch) -> None:
     finish = Finishing.finish
     before: dict[int, set[str]] = {}
 
-    def once_more(self: Finishing, loaded: Sequence[Loaded]) -> set[str]:
+    def once_more(self: Finishing, loaded: Sequence[Loaded]) -> Finished:
         finished = finish(self, loaded)
-        repeated, before[id(self)] = before.get(id(self), set()), finished
-        return finished | repeated
+        repeated, before[id(self)] = before.get(id(self), set()), finished.usable
+        return finished._replace(usable=finished.usable | repeated)
 
     patch.setattr(Finishing, "finish", once_more)
 
@@ -94,9 +94,8 @@ def report_every_load_twice(patch: pytest.MonkeyPatch) -> None:
 def report_before_the_device_is_done(patch: pytest.MonkeyPatch) -> None:
     finish = Finishing.finish
 
-    def at_once(self: Finishing, loaded: Sequence[Loaded]) -> set[str]:
-        finish(self, loaded)
-        return {each.request_id for each in loaded}
+    def at_once(self: Finishing, loaded: Sequence[Loaded]) -> Finished:
+        return finish(self, loaded)._replace(usable={each.request_id for each in loaded})
 
     patch.setattr(Finishing, "finish", at_once)
 
