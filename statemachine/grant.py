@@ -8,7 +8,9 @@
     ended      it has ended, and its blocks are not lent
 
 The lease itself, rank by rank, is in `lease`. What is lent: the blocks of a prefill that another engine goes on from
-(`for_decode`), and with read-back those of an answer, as long as the engine has enough blocks beside them.
+(`for_decode`), and with read-back those of an answer, as long as the engine has enough blocks beside them. Otherwise
+two engines can wait for each other: P's queue holds D's blocks, P has none free for its queue because they are lent to
+D, and D's queue, which holds those, waits for D's.
 
 Terms. An engine that serves no KV any more (`is_stopped`) lends nothing. One that is to end (`draining`) lends what it
 has accepted before, until a lease would outlast its grace period: that is paid for and is read within moments. Answers
@@ -25,6 +27,9 @@ import msgspec
 from statemachine.draining import Draining
 from statemachine.kernel import NO_EFFECTS, Effect, Event, Machine, MachineState, pairs, to
 from statemachine.lease import LeaseName
+
+LEFT_TO_REQUESTS = 0.25
+"""Share of the pool's blocks that has to be free for those of an answer to be lent."""
 
 
 class State(MachineState):
@@ -99,13 +104,15 @@ class Finished(Event, frozen=True, kw_only=True):
 
     Attributes:
         is_whole: what has been computed of it is known, and of use to others.
-        leaves_enough: the engine has blocks enough for its own requests beside these.
+        free_share: of the pool's blocks; those of this request are not among them.
+        is_waited_for: a request of the engine's own would have room if nothing were lent back.
         lease: as in `Scheduled`.
     """
 
     now_ns: int
     is_whole: bool
-    leaves_enough: bool
+    free_share: float
+    is_waited_for: bool
     lease: LeaseName
     terms: Terms
 
@@ -187,7 +194,8 @@ def _lends(grant: Grant, event: Finished) -> bool:
     if terms.is_stopped:
         return False
     if terms.accept:
-        return grant.for_decode or event.leaves_enough
+        # Who waits for what is lent back would never find room where answers end as fast as leases do.
+        return grant.for_decode or (event.free_share >= LEFT_TO_REQUESTS and not event.is_waited_for)
     return grant.for_decode and grant.state is State.COMPUTING and terms.draining.grants(event.now_ns)
 
 

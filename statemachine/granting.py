@@ -70,7 +70,8 @@ class Finished(Event, frozen=True, kw_only=True):
 
     request_id: str
     is_whole: bool
-    leaves_enough: bool
+    free_share: float
+    is_waited_for: bool
     terms: Terms
 
 
@@ -139,7 +140,10 @@ class Granting:
         if request_id in self._grants:
             # vLLM refuses an id that it knows, so it has no other request of it any more.
             self._finish(
-                Finished(request_id=request_id, is_whole=False, leaves_enough=False, terms=arrived.terms), now_ns
+                Finished(
+                    request_id=request_id, is_whole=False, free_share=0.0, is_waited_for=False, terms=arrived.terms
+                ),
+                now_ns,
             )
             self._step(request_id, machine.LeaseOver())
         grant = Grant(request_id=request_id, request=arrived.request, for_decode=arrived.for_decode, heard_ns=now_ns)
@@ -151,7 +155,8 @@ class Granting:
         event = machine.Finished(
             now_ns=now_ns,
             is_whole=finished.is_whole,
-            leaves_enough=finished.leaves_enough,
+            free_share=finished.free_share,
+            is_waited_for=finished.is_waited_for,
             lease=self._next_lease(finished.request_id),
             terms=finished.terms,
         )

@@ -11,9 +11,6 @@ tokens will be the last, so such a session is computed whole, and not lent.
 
 Read-back (`bidirectional_kv_xfer`). D keeps the blocks of a finished request as P does, for `decoder_kv_blocks_ttl`,
 and its answer names them; what P does with them is in `pulls`. A lease of D ends in its time, whoever holds it.
-Otherwise two engines can wait for each other: P's queue holds D's blocks, P has none free for its queue because they
-are lent to D, and D's queue, which holds those, waits for D's. For the same reason D lends nothing while few of its
-blocks are free.
 """
 
 from __future__ import annotations
@@ -50,9 +47,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
-
-LEFT_TO_REQUESTS = 0.25
-"""Share of D's blocks that has to be free for it to keep those of a request that has finished."""
 
 _log = get_logger()
 
@@ -159,7 +153,8 @@ class Lends:
         finished = Finished(
             request_id=request.request_id,
             is_whole=is_wanted and self._is_whole(request, block_ids),
-            leaves_enough=self._leaves_enough(),
+            free_share=self._free_share(),
+            is_waited_for=self._loads.waits_for_lent_back,
             terms=self._terms,
         )
         answer = self._carry_out(self._granting.handle(finished, self._clock.now_ns()), block_ids)
@@ -213,12 +208,9 @@ class Lends:
         completed = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
         return completed and any(block_ids) and _computed_tokens(request) > 0 and self._is_settled(request)
 
-    def _leaves_enough(self) -> bool:
-        """Whether the engine's own requests have blocks enough beside those that it lends back."""
-        if self._loads.waits_for_lent_back:
-            return False  # they would never find room, where answers end as fast as leases do
+    def _free_share(self) -> float:
         pool = self._block_pool
-        return pool is None or pool.get_num_free_blocks() >= LEFT_TO_REQUESTS * pool.num_gpu_blocks
+        return 1.0 if pool is None else float(pool.get_num_free_blocks() / pool.num_gpu_blocks)
 
     def _is_settled(self, request: Request) -> bool:
         """Whether its states are those of what would be lent. A step that is still under way moves a state on; so do

@@ -3,6 +3,7 @@ their events in every order, and an engine that serves, drains, and stops."""
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -143,17 +144,18 @@ class Turn:
         is_wanted = self.requests[number].is_wanted
         self.tell(number, Scheduled(request_id=str(number), is_wanted=is_wanted, terms=TIMES[self.now][1]))
 
-    def finish(self, number: int, *, is_whole: bool, leaves_enough: bool) -> None:
+    def finish(self, number: int, *, is_whole: bool, leaves_enough: bool, is_waited_for: bool) -> None:
         asked = self.requests[number]
         finished = Finished(
             request_id=str(number),
             is_whole=is_whole and asked.is_wanted,
-            leaves_enough=leaves_enough,
+            free_share=grant.LEFT_TO_REQUESTS - (not leaves_enough) * 0.01,
+            is_waited_for=is_waited_for,
             terms=TIMES[self.now][1],
         )
         is_granted = self.tell(number, finished)
         if is_granted and not asked.for_decode:
-            self._require(leaves_enough, "an answer is lent although the engine needs its blocks")
+            self._require(leaves_enough and not is_waited_for, "an answer is lent although the engine needs its blocks")
         self._require(self.requests[number].announced is None, "its lease is neither granted nor withdrawn")
         self.change(number, stage=LENT if is_granted else OVER)
 
@@ -181,13 +183,15 @@ def choices(world: World) -> Iterator[Choice]:
         elif asked.stage == HERE:
             yield f"request {number} is scheduled", lambda turn, number=number: turn.schedule(number)
             for is_whole in (True, False) if asked.is_computed else (False,):
-                for leaves_enough in (True, False):
-                    yield (
-                        f"request {number} ends ({is_whole=}, {leaves_enough=})",
-                        lambda turn, number=number, is_whole=is_whole, leaves_enough=leaves_enough: turn.finish(
-                            number, is_whole=is_whole, leaves_enough=leaves_enough
-                        ),
+                for leaves_enough, is_waited_for in ((True, False), (True, True), (False, False)):
+                    ends = functools.partial(
+                        Turn.finish,
+                        number=number,
+                        is_whole=is_whole,
+                        leaves_enough=leaves_enough,
+                        is_waited_for=is_waited_for,
                     )
+                    yield f"request {number} ends ({is_whole=}, {leaves_enough=}, {is_waited_for=})", ends
         elif asked.stage == LENT:
             yield f"the lease of request {number} is over", lambda turn, number=number: turn.end_lease(number)
 
@@ -284,6 +288,6 @@ def test_a_request_whose_id_comes_again_has_ended() -> None:
     (again,) = core.handle(Scheduled(request_id="a", is_wanted=True, terms=terms), 0)
     assert isinstance(again, AnnounceLease)
     assert again.lease != announced.lease
-    core.handle(Finished(request_id="a", is_whole=True, leaves_enough=True, terms=terms), 0)
+    core.handle(Finished(request_id="a", is_whole=True, free_share=1.0, is_waited_for=False, terms=terms), 0)
     core.handle(arrived, 0)
     assert core.counts == (1, 0, 0)

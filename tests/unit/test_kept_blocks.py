@@ -246,11 +246,11 @@ def test_nothing_more_is_lent_back_only_where_that_makes_room(reason: str) -> No
     if reason == "lent back":
         side._kept.lend_back("answer", [block_ids])
         side._kept.lift(block_ids)
-    assert side._lends._leaves_enough()
+    assert not side._loads.waits_for_lent_back
     decode.submit("long", LONG, None)
     run(decode, 2)
     assert "long" in side._loads._without_room
-    assert side._lends._leaves_enough() == (reason == "quarantine")
+    assert side._loads.waits_for_lent_back == (reason == "lent back")
 
 
 def test_an_idle_engine_hears_that_a_quarantine_has_ended_when_it_is_to_pause(monkeypatch: pytest.MonkeyPatch) -> None:

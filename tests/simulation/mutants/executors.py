@@ -22,8 +22,8 @@ from connector.runtime.peer_actor import PeerActor
 from connector.runtime.reads import Reads
 from connector.runtime.supervisor import Supervisor
 from connector.scheduler.kept_blocks import KeptBlocks
-from connector.scheduler.lends import Lends
 from connector.worker.connector_worker import ConnectorWorker
+from statemachine import grant
 from statemachine.agents import Agents
 from statemachine.loads import Loads
 from tests.simulation.faults import Kind
@@ -884,7 +884,7 @@ SCHEDULER = (
         name="answers are lent back before those who find no room",
         row=60,
         broken="answers go on being lent back while a prompt does not fit beside those that are; it is never served",
-        changes=(Edit(Lends._leaves_enough, "if self._loads.waits_for_lent_back:", "if False:"),),
+        changes=(Edit(grant._lends, " and not event.is_waited_for", ""),),
         place=ByTest(
             "tests/unit/test_kept_blocks.py::"
             "test_a_prompt_that_found_no_room_is_served_although_others_go_on_being_lent_back"

@@ -399,7 +399,11 @@ MUTANTS = (
         name="a list is made again for each answer",
         broken="what lives is not told when older ones end between two answers to a tool",
         changes=(
-            Edit(Inspector._answer, "if question.first and kept is not None:", "if False:"),
+            Edit(
+                Inspector._answer,
+                "if kept is not None and (question.first or question.number == kept.number):",
+                "if False:",
+            ),
             Edit(
                 Inspector._answer,
                 "first, source = 0, await self._source(question)",
