@@ -23,6 +23,7 @@ import pytest
 
 from connector.observe.history import histories, stories
 from connector.observe.trace_reader import read_trace
+from connector.observe.traced import QUEUED
 from tests.unit.browser import Browser
 from tests.unit.timeline_page import chosen, count, fill, measured_ms, middle_of
 from tests.unit.traced_run import write_runs
@@ -167,13 +168,15 @@ def test_the_page_opens_in_three_seconds_at_most(page: Browser, large: str) -> N
 def test_the_page_and_the_summary_say_the_same(page: Browser, traces: Path, large: str) -> None:
     said, _ = command("trace", "summary", str(traces), "--json")
     summed = {
-        (each["machine"], each["state"].strip("()")): each["times"]
+        (each["machine"], each["state"]): each["times"]
         for each in json.loads(said)["states"]
         if each["machine"] in ("request", "lease")
     }
     page.open(large)
+    queued = page.evaluate("QUEUED")
+    """What the page calls the state in words."""
     seen = {
-        (machine, each["state"]): each
+        (machine, QUEUED if each["state"] == queued else each["state"]): each
         for machine in ("request", "lease")
         for each in page.evaluate(f"stateTimes(doc, doc.stories, '{machine}')")
     }
