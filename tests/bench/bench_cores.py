@@ -1,16 +1,16 @@
-"""What one event costs the two cores, while they have 10, 100, 1,000 and 10,000 requests and leases in hand.
+"""What one event costs the cores, while they have 10, 100, 1,000 and 10,000 requests and leases in hand.
 
 `python -m tests.bench.bench_cores` passes requests and leases through a `RemoteEngine` and a `Lending`, one after the
 other, from their first event to their last, beside so many others that are in the middle of their lives: requests whose
 READs are in flight and whose leases are held on two ranks of P; leases that another engine holds. An event is a call of
 `handle` and what follows from it at once: the `advance` that an executor calls after it, and `next_deadline`, which it
-asks for its timer.
+asks for its timer. The two cores of an engine's scheduler, `Loads` and `Granting`, have no timers; of theirs, as many
+requests load, or are computed to be lent.
 
 The figures are microseconds of the processor for one event, from the fastest of several rounds: on a busy machine that
 is the one in which others disturbed its caches least. The last column is the cost at 10,000 divided by that at 10. It
-should be
-near 1: what grows is how far a heap is deep, and what the processor's caches hold. A renewal is one of the leases in
-hand, in a round of all of them; they travel in messages of many.
+should be near 1: what grows is how far a heap is deep, and what the processor's caches hold. A renewal is one of the
+leases in hand, in a round of all of them; they travel in messages of many.
 """
 
 from __future__ import annotations
@@ -20,10 +20,14 @@ import time
 from collections.abc import Callable
 from typing import TypeAlias
 
-from statemachine import lending, remote_engine
+from statemachine import granting, lending, loads, remote_engine
+from statemachine.draining import Draining
+from statemachine.grant import Terms
+from statemachine.granting import Granting
 from statemachine.kernel import Event
 from statemachine.lease import LeaseName
 from statemachine.lending import Lending, LendingLimits
+from statemachine.loads import Loads
 from statemachine.remote_engine import EngineLimits, RemoteEngine
 
 SECOND = 1_000_000_000
@@ -52,13 +56,30 @@ Costs: TypeAlias = dict[str, float]
 """Microseconds by kind of event."""
 
 
-class Clock:
-    """Hands events to a core and sums up, by kind of event, what that costs."""
+class CostsTaken:
+    """Sums up, by kind of event, what events cost."""
 
-    def __init__(self, core: RemoteEngine | Lending) -> None:
-        self._core = core
+    def __init__(self) -> None:
         self._spent: dict[str, int] = {}
         self._counts: dict[str, int] = {}
+
+    def count(self, name: str, spent_ns: int, events: int = 1) -> None:
+        self._spent[name] = self._spent.get(name, 0) + spent_ns
+        self._counts[name] = self._counts.get(name, 0) + events
+
+    def take(self) -> Costs:
+        """What events have cost since the last time."""
+        costs = {name: spent / self._counts[name] / 1000 for name, spent in self._spent.items()}
+        self._spent, self._counts = {}, {}
+        return costs
+
+
+class Clock(CostsTaken):
+    """Hands events to a core of a rank."""
+
+    def __init__(self, core: RemoteEngine | Lending) -> None:
+        super().__init__()
+        self._core = core
         self.now_ns = 1
 
     def feed(self, event: Event) -> None:
@@ -70,16 +91,6 @@ class Clock:
             core.advance(now_ns)
             core.next_deadline()
         self.count(type(event).__name__, time.thread_time_ns() - began)
-
-    def count(self, name: str, spent_ns: int, events: int = 1) -> None:
-        self._spent[name] = self._spent.get(name, 0) + spent_ns
-        self._counts[name] = self._counts.get(name, 0) + events
-
-    def take(self) -> Costs:
-        """What events have cost since the last time."""
-        costs = {name: spent / self._counts[name] / 1000 for name, spent in self._spent.items()}
-        self._spent, self._counts = {}, {}
-        return costs
 
 
 # --- decode ---------------------------------------------------------------------------------------------------------
@@ -186,6 +197,76 @@ def measure_lending(in_hand: int) -> Costs:
     return best
 
 
+# --- the scheduler --------------------------------------------------------------------------------------------------
+
+
+class SchedulerClock(CostsTaken):
+    """Hands events to a core of an engine's scheduler."""
+
+    def __init__(self, core: Loads | Granting) -> None:
+        super().__init__()
+        self._core = core
+
+    def feed(self, event: Event) -> None:
+        began = time.thread_time_ns()
+        if isinstance(event, loads.Asked):
+            assert isinstance(self._core, Loads)
+            self._core.ask(event)
+        else:
+            self._core.handle(event, 1)
+        self.count(type(event).__name__, time.thread_time_ns() - began)
+
+
+def measure_loads(in_hand: int) -> Costs:
+    clock = SchedulerClock(Loads())
+
+    def begin(name: str) -> None:
+        clock.feed(loads.Heard(request_id=name, source=name))
+        clock.feed(loads.Asked(request_id=name, room=loads.Room.ENOUGH, pays=True))
+        clock.feed(loads.Allocated(request_id=name, loads=True))
+        clock.feed(loads.StepScheduled(is_kept=False))
+
+    for number in range(in_hand):
+        begin(f"in-hand-{number}")
+    best: Costs = {}
+    for round_number in range(ROUNDS):
+        clock.take()
+        for number in range(LIVES):
+            name = f"{round_number}-{number}"
+            begin(name)
+            clock.feed(loads.LoadEnded(request_id=name, has_failed=False))
+            clock.feed(loads.Ended(request_id=name))
+        _keep_lowest(best, clock.take())
+    return best
+
+
+def measure_granting(in_hand: int) -> Costs:
+    clock, terms = SchedulerClock(Granting(1)), Terms(Draining(lease_ns=30 * SECOND), is_stopped=False)
+
+    def begin(name: str) -> None:
+        clock.feed(
+            granting.Arrived(
+                request_id=name, request=name, for_decode=True, is_wanted=True, is_nameable=True, terms=terms
+            )
+        )
+        clock.feed(granting.Scheduled(request_id=name, is_wanted=True, terms=terms))
+
+    for number in range(in_hand):
+        begin(f"in-hand-{number}")
+    best: Costs = {}
+    for round_number in range(ROUNDS):
+        clock.take()
+        for number in range(LIVES):
+            name = f"{round_number}-{number}"
+            begin(name)
+            clock.feed(
+                granting.Finished(request_id=name, is_whole=True, free_share=1.0, is_waited_for=False, terms=terms)
+            )
+            clock.feed(granting.LeaseOver(request_id=name))
+        _keep_lowest(best, clock.take())
+    return best
+
+
 def _keep_lowest(best: Costs, costs: Costs) -> None:
     for name, cost in costs.items():
         best[name] = min(cost, best.get(name, cost))
@@ -210,6 +291,8 @@ def main() -> None:
     print("microseconds for one event, with so many requests or leases in hand")
     show("RemoteEngine", measure_remote_engine)
     show("Lending", measure_lending)
+    show("Loads", measure_loads)
+    show("Granting", measure_granting)
 
 
 if __name__ == "__main__":
