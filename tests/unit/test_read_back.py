@@ -23,9 +23,9 @@ from vllm.v1.request import Request, RequestStatus
 
 from connector.protocol import Command, LeaseComputing, LeaseGranted, ReleaseUnread, StartPull, TrackLease
 from connector.scheduler.cache_groups import NULL_BLOCK_ID
-from connector.scheduler.lends import LEFT_TO_REQUESTS
 from connector.scheduler.prefix_digest import Digests, numbers_media, prefix_digests
 from statemachine.failures import Failure
+from statemachine.grant import LEFT_TO_REQUESTS
 from statemachine.lease import LeaseName
 from tests.unit.hybrid_engine import (
     BLOCK_TOKENS,
