@@ -8,8 +8,8 @@ judged by an oracle, and counts as a survivor too.
 from __future__ import annotations
 
 import contextlib
+import io
 import multiprocessing
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -148,10 +148,11 @@ def _failed_tests(name: str) -> list[str]:
     """Run it in this process, where the product is broken. Raises when it could not be run at all."""
     failures = _Failures()
     arguments = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", name]
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         status = pytest.main(arguments, plugins=[failures])
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-        raise RuntimeError(f"pytest ended with {status!r} on {name}")
+        raise RuntimeError(f"pytest ended with {status!r} on {name}: {said.getvalue()[-2000:]}")
     return failures.failed
 
 
