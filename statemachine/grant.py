@@ -93,7 +93,6 @@ class Scheduled(Event, frozen=True, kw_only=True):
     """It has blocks and is computed from now on; again after a preemption, or where a session goes on. `lease`: a name
     that nothing else has had."""
 
-    now_ns: int
     is_wanted: bool
     lease: LeaseName
     terms: Terms

@@ -124,7 +124,7 @@ class Granting:
                     self._not_lent += 1
             case Scheduled(request_id=request_id, is_wanted=is_wanted, terms=terms):
                 lease = self._next_lease(request_id)
-                self._step(request_id, machine.Scheduled(now_ns=now_ns, is_wanted=is_wanted, lease=lease, terms=terms))
+                self._step(request_id, machine.Scheduled(is_wanted=is_wanted, lease=lease, terms=terms))
             case Finished():
                 self._finish(event, now_ns)
             case LeaseOver(request_id=request_id):

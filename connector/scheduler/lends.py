@@ -140,7 +140,7 @@ class Lends:
     def schedule(self, request: Request) -> None:
         """It has its blocks, and is computed from now on."""
         known = self._granting.grant(request.request_id)
-        if known is None or known.lease is not None:
+        if known is None:
             return
         is_wanted = self._is_wanted(request, for_decode=known.for_decode)
         scheduled = Scheduled(request_id=request.request_id, is_wanted=is_wanted, terms=self._terms)

@@ -181,20 +181,18 @@ def measure_lending(in_hand: int) -> Costs:
     clock = Clock(core)
     for number in range(in_hand):
         _hold(clock, _lend(clock, f"in-hand-{number}"), "another")
-    best: Costs = {}
-    for round_number in range(ROUNDS):
-        clock.take()
-        for number in range(LIVES):
-            lease = _lend(clock, f"{round_number}-{number}")
-            _hold(clock, lease, "d")
-            for rank in range(RANKS):
-                clock.feed(lending.ReleaseAsked(reply_to=None, engine_id="d", rank=rank, ranks=RANKS, leases=(lease,)))
-            request_id = _lend(clock, f"{round_number}-{number}, by notifications").request_id
-            clock.feed(lending.HeartbeatNotified(sender="d/0", request_ids=(request_id,)))
-            for rank in range(RANKS):
-                clock.feed(lending.ReleaseNotified(sender=f"d/{rank}", request_id=request_id, ranks=RANKS))
-        _keep_lowest(best, clock.take())
-    return best
+
+    def live(name: str) -> None:
+        lease = _lend(clock, name)
+        _hold(clock, lease, "d")
+        for rank in range(RANKS):
+            clock.feed(lending.ReleaseAsked(reply_to=None, engine_id="d", rank=rank, ranks=RANKS, leases=(lease,)))
+        request_id = _lend(clock, f"{name}, by notifications").request_id
+        clock.feed(lending.HeartbeatNotified(sender="d/0", request_ids=(request_id,)))
+        for rank in range(RANKS):
+            clock.feed(lending.ReleaseNotified(sender=f"d/{rank}", request_id=request_id, ranks=RANKS))
+
+    return _lowest(clock, live)
 
 
 # --- the scheduler --------------------------------------------------------------------------------------------------
@@ -228,16 +226,13 @@ def measure_loads(in_hand: int) -> Costs:
 
     for number in range(in_hand):
         begin(f"in-hand-{number}")
-    best: Costs = {}
-    for round_number in range(ROUNDS):
-        clock.take()
-        for number in range(LIVES):
-            name = f"{round_number}-{number}"
-            begin(name)
-            clock.feed(loads.LoadEnded(request_id=name, has_failed=False))
-            clock.feed(loads.Ended(request_id=name))
-        _keep_lowest(best, clock.take())
-    return best
+
+    def live(name: str) -> None:
+        begin(name)
+        clock.feed(loads.LoadEnded(request_id=name, has_failed=False))
+        clock.feed(loads.Ended(request_id=name))
+
+    return _lowest(clock, live)
 
 
 def measure_granting(in_hand: int) -> Costs:
@@ -253,16 +248,23 @@ def measure_granting(in_hand: int) -> Costs:
 
     for number in range(in_hand):
         begin(f"in-hand-{number}")
+
+    def live(name: str) -> None:
+        begin(name)
+        clock.feed(granting.Finished(request_id=name, is_whole=True, free_share=1.0, is_waited_for=False, terms=terms))
+        clock.feed(granting.LeaseOver(request_id=name))
+
+    return _lowest(clock, live)
+
+
+def _lowest(clock: CostsTaken, live: Callable[[str], None]) -> Costs:
+    """What events cost in the fastest of several rounds, in each of which so many live from their first to their last;
+    `live` passes one of this name through."""
     best: Costs = {}
     for round_number in range(ROUNDS):
         clock.take()
         for number in range(LIVES):
-            name = f"{round_number}-{number}"
-            begin(name)
-            clock.feed(
-                granting.Finished(request_id=name, is_whole=True, free_share=1.0, is_waited_for=False, terms=terms)
-            )
-            clock.feed(granting.LeaseOver(request_id=name))
+            live(f"{round_number}-{number}")
         _keep_lowest(best, clock.take())
     return best
 

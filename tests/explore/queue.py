@@ -20,6 +20,7 @@ That all of this is what vLLM does is shown elsewhere, with its own scheduler (t
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from typing import NamedTuple
@@ -41,6 +42,7 @@ from statemachine.loads import (
     SayRoomFound,
     StepScheduled,
 )
+from tests.explore.search import first_stuck, scenario_of
 
 ABROAD, WAITING, LOADING, LOADED, FAILED, RUNNING, OVER = range(7)
 """Where a request is. The third to the fifth hold blocks, or held them when they were queued."""
@@ -389,7 +391,7 @@ def search(setting: Setting, core: Callable[[], Loads] = Loads) -> Found:
     index: dict[Hashable, int] = {(first, begun.freeze(0)): 0}
     worlds: list[tuple[World, Loads]] = [(first, begun)]
     parents: list[tuple[int, str]] = [(-1, "")]
-    sure_before: list[list[int]] = [[]]
+    sure_sources, sure_targets = array("l"), array("l")
     frontier, edges = deque([0]), 0
     while frontier:
         here = frontier.popleft()
@@ -401,7 +403,7 @@ def search(setting: Setting, core: Callable[[], Loads] = Loads) -> Found:
                 after = turn.world()
                 _require_nothing_left(after, turn.core)
             except (_Wrong, KeyError) as wrong:
-                raise Broken(str(wrong), [*_scenario(parents, here), said]) from wrong
+                raise Broken(str(wrong), [*scenario_of(parents, here), said]) from wrong
             edges += 1
             key = after, turn.core.freeze(0)
             there = index.get(key)
@@ -409,29 +411,12 @@ def search(setting: Setting, core: Callable[[], Loads] = Loads) -> Found:
                 there = index[key] = len(worlds)
                 worlds.append((after, turn.core))
                 parents.append((here, said))
-                sure_before.append([])
                 frontier.append(there)
             if is_sure:
-                sure_before[there].append(here)
+                sure_sources.append(here)
+                sure_targets.append(there)
     served = [number for number, (world, _) in enumerate(worlds) if _is_served(setting, world)]
-    reaches = bytearray(len(worlds))
-    for number in served:
-        reaches[number] = 1
-    back = list(served)
-    while back:
-        for before in sure_before[back.pop()]:
-            if not reaches[before]:
-                reaches[before] = 1
-                back.append(before)
-    stuck = reaches.find(0)
-    if stuck >= 0:
-        raise Broken("nobody is served any more", _scenario(parents, stuck))
+    stuck = first_stuck(len(worlds), served, sure_sources, sure_targets)
+    if stuck is not None:
+        raise Broken("nobody is served any more", scenario_of(parents, stuck))
     return Found(len(worlds), edges)
-
-
-def _scenario(parents: list[tuple[int, str]], here: int) -> list[str]:
-    steps: list[str] = []
-    while here > 0:
-        here, said = parents[here]
-        steps.append(said)
-    return steps[::-1]

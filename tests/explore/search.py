@@ -126,7 +126,7 @@ def explore(product: Product, cores: Cores | None = None, progress: Callable[[in
             try:
                 choice.execute(turn)
             except Broken as broken:
-                raise Violation(str(broken), [*_scenario(parents, here), choice.said]) from broken
+                raise Violation(str(broken), [*scenario_of(parents, here), choice.said]) from broken
             there = turn.world()
             edges += 1
             key = packing.pack(rules.canonical(there))
@@ -146,11 +146,11 @@ def explore(product: Product, cores: Cores | None = None, progress: Callable[[in
                 if choice.is_sure:
                     sure_sources.append(here)
                     sure_targets.append(known)
-    stuck = _first_stuck(len(parents), ends, sources, targets)
+    stuck = first_stuck(len(parents), ends, sources, targets)
     if stuck is not None:
         said = "no end is reachable without deviations"
         raise _stuck(rules, parents, stuck, rules.left_over, said, lambda choice: choice.cost == 0)
-    waiting = _first_stuck(len(parents), quiet, sure_sources, sure_targets)
+    waiting = first_stuck(len(parents), quiet, sure_sources, sure_targets)
     if waiting is not None:
         said = "if what is late never comes, a wait does not end"
         raise _stuck(rules, parents, waiting, rules.awaited, said, lambda choice: choice.is_sure)
@@ -167,7 +167,8 @@ def explore(product: Product, cores: Cores | None = None, progress: Callable[[in
     )
 
 
-def _scenario(parents: list[tuple[int, str]], here: int) -> list[str]:
+def scenario_of(parents: list[tuple[int, str]], here: int) -> list[str]:
+    """The choices on the way there. The first world has the parent -1."""
     steps: list[str] = []
     while here != _NOBODY:
         here, said = parents[here]
@@ -175,7 +176,7 @@ def _scenario(parents: list[tuple[int, str]], here: int) -> list[str]:
     return [step for step in reversed(steps) if step]
 
 
-def _first_stuck(states: int, ends: list[int], sources: array[int], targets: array[int]) -> int | None:
+def first_stuck(states: int, ends: list[int], sources: array[int], targets: array[int]) -> int | None:
     """Liveness: walk back from the ends over these edges; every world must be met."""
     before: list[list[int]] = [[] for _ in range(states)]
     for source, target in zip(sources, targets, strict=True):
@@ -202,7 +203,7 @@ def _stuck(
     may_happen: Callable[[Choice], bool],
 ) -> Violation:
     """Walk the scenario again, and on by what may happen, to where it rests; say what is left over there."""
-    scenario = _scenario(parents, stuck)
+    scenario = scenario_of(parents, stuck)
     world = _replay(rules, scenario)
     seen: set[World] = set()
     while world not in seen:
