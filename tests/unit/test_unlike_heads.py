@@ -99,7 +99,7 @@ class Pair:
 
 @pytest.mark.parametrize("tokens", [16, 64])
 @pytest.mark.parametrize("model", [MIMO, GEMMA], ids=["MiMo", "Gemma 4"])
-@pytest.mark.parametrize(("prefill_size", "decode_size"), product(SIZES, repeat=2))
+@pytest.mark.parametrize(("prefill_size", "decode_size"), list(product(SIZES, repeat=2)))
 def test_each_rank_gets_its_heads(
     config: VllmConfig,
     monkeypatch: pytest.MonkeyPatch,
