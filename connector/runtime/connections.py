@@ -203,6 +203,7 @@ class Connections:
             return  # the port is broken, which all actors are told
 
     async def _take_back(self, number: int, failure: Failure | None) -> None:
+        await trio.lowlevel.cancel_shielded_checkpoint()  # behind the notifications of the turn that ordered it
         connection = self._by_number.pop(number)
         # An agent that stays loaded by accident could never be loaded again.
         with trio.CancelScope(shield=True):

@@ -8,6 +8,7 @@ import trio
 
 from connector.ports import nixl
 from connector.protocol import PeerAddress
+from connector.runtime.connections import Connections
 from connector.runtime.peer_actor import PeerActor
 from connector.runtime.reads import Reads
 from statemachine.failures import Failure
@@ -139,5 +140,28 @@ def test_an_agent_that_is_loaded_while_its_last_owner_lets_go_stays_loaded() -> 
             await reads.unload_agent(name, second, None, lambda: None)
             assert d.counts().remote_agents == 0
             assert reads._agents._removed == {}
+
+    run(test)
+
+
+def test_a_release_is_sent_before_its_connection_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An actor that needs nothing more gives its place to another one, perhaps in the turn in which it says so."""
+    notify = Connections.notify
+
+    def and_retire(self: Connections, number: int, rank: int, message: bytes) -> None:
+        notify(self, number, rank, message)
+        if message.startswith(b"remote-") and rank == 1:
+            self._put(Retire())
+
+    monkeypatch.setattr(Connections, "notify", and_retire)
+
+    async def test() -> None:
+        async with parallel_engine("p", 2, serves=True) as ps, engine("d") as d:
+            two, reads = Two(d, ps), 8
+            for _ in range(reads):
+                await two.read(2)
+                await until(lambda: not d.supervisor._peers)
+            for p in ps:
+                await until(lambda p=p: all(p.sent(f"remote-r{number}") for number in range(1, reads + 1)))
 
     run(test)
