@@ -477,6 +477,10 @@ CASES: dict[str, tuple[list[list[dict[str, str]]], list[list[dict[str, str]]]]] 
             [turned_away(growing(1), "side_channel", "cut_off"), turned_away(growing(30), "side_channel", "malformed")],
         ],
     ),
+    "NixlActorTraceIncomplete": (
+        [[on_p("nixl_actor_trace_records_missing_total", growing(1))]],
+        [[on_p("nixl_actor_trace_records_missing_total", "0x20 5000x10")]],
+    ),
     "NixlActorVersionsDiffer": (
         [[build("1.5.1", "0.1.0"), build("1.5.1", "0.2.0")]],
         [[build("1.5.1", "0.1.0")]],
