@@ -57,7 +57,7 @@ class StartPull(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     `num_tokens`: tokens to load, counted from the start of the request (None: as far as both tables reach);
     `remote_num_tokens`: how many the peer has, if it says so. `age_seconds`: how long ago this engine first heard of
-    the request, when the command was made.
+    the request, when the command was made. `keeps_lease`: the lease is kept when this has ended, until LetGo.
     """
 
     request_id: str
@@ -68,6 +68,7 @@ class StartPull(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_tokens: int | None
     remote_num_tokens: int | None
     age_seconds: float
+    keeps_lease: bool = False
 
     @property
     def local_block_ids(self) -> list[int]:
@@ -85,6 +86,13 @@ class ReleaseUnread(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     lease: LeaseName
     peer: PeerAddress
     age_seconds: float
+
+
+class LetGo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """No request here wants anything of this lease any more. Follows the last StartPull with `keeps_lease` for it."""
+
+    lease: LeaseName
+    peer: PeerAddress
 
 
 class RejectPull(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -218,6 +226,7 @@ class LoadFailed(msgspec.Struct, frozen=True, kw_only=True):
 Command: TypeAlias = (
     StartPull
     | ReleaseUnread
+    | LetGo
     | RejectPull
     | AbortPull
     | TrackLease
@@ -244,7 +253,7 @@ class AfterSteps(NamedTuple):
     are_over: Callable[[], bool]
 
 
-PullCommand: TypeAlias = StartPull | ReleaseUnread | AbortPull | TrackLease | MeetPeer
+PullCommand: TypeAlias = StartPull | ReleaseUnread | LetGo | AbortPull | TrackLease | MeetPeer
 
 
 # --- worker events -------------------------------------------------------------------------------------------------

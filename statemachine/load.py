@@ -39,22 +39,27 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         source: what is to be read, and from where; opaque here.
         heard_ns: when the engine first heard of it.
+        lease: what it reads is lent under this name, by which it is told from all others; None: under none.
         began_ns: when it got blocks to read into.
         is_suspended: no load begins, so this one is not offered, and may be computed instead.
+        is_taken: nor is it because what is lent was taken by others, and may be gone.
     """
 
     request_id: str
     source: Any
     heard_ns: int
+    lease: str | None = None
     state: State = State.QUEUED
     began_ns: int = 0
     is_suspended: bool = False
+    is_taken: bool = False
 
 
 class Asked(Event, frozen=True, kw_only=True):
-    """vLLM looks for blocks for it. `is_suspended`: no load may begin now."""
+    """vLLM looks for blocks for it. `is_suspended`: no load may begin now. `is_taken`: what is lent was taken."""
 
     is_suspended: bool = False
+    is_taken: bool = False
 
 
 class NoRoomFound(Event, frozen=True, kw_only=True):
@@ -92,13 +97,14 @@ class StartLoad(Effect, frozen=True, kw_only=True):
 
 
 class ReleaseUnread(Effect, frozen=True, kw_only=True):
-    """Nothing is read: whoever lends may free its blocks. `is_computed`: vLLM computes what it needs of it, and with
-    `was_suspended` because no load began."""
+    """Nothing is read: whoever lends may free its blocks. `is_computed`: vLLM computes what it needs of it; because no
+    load began (`was_suspended`), or what is lent was taken by others (`was_taken`)."""
 
     request_id: str
     source: Any
     is_computed: bool
     was_suspended: bool
+    was_taken: bool
 
 
 class AbortLoad(Effect, frozen=True, kw_only=True):
@@ -114,17 +120,15 @@ class NoteWait(Effect, frozen=True, kw_only=True):
     is_loaded: bool
 
 
-class NoteTaken(Effect, frozen=True, kw_only=True):
+class LetGo(Effect, frozen=True, kw_only=True):
     """Of what is lent, the request has got what it wanted, or wants nothing any more."""
 
-    source: Any
+
+Effects: TypeAlias = tuple[StartLoad | ReleaseUnread | AbortLoad | NoteWait | LetGo, ...]
 
 
-Effects: TypeAlias = tuple[StartLoad | ReleaseUnread | AbortLoad | NoteWait | NoteTaken, ...]
-
-
-def _suspend(load: Load, event: Asked) -> tuple[Load, Effects]:
-    return msgspec.structs.replace(load, is_suspended=event.is_suspended), NO_EFFECTS
+def _offer(load: Load, event: Asked) -> tuple[Load, Effects]:
+    return msgspec.structs.replace(load, is_suspended=event.is_suspended, is_taken=event.is_taken), NO_EFFECTS
 
 
 def _queue_behind(load: Load, event: Asked) -> tuple[Load, Effects]:
@@ -141,9 +145,13 @@ def _regain_room(load: Load, event: RoomReturned) -> tuple[Load, Effects]:
 
 def _release_unread(load: Load, *, is_computed: bool) -> Effects:
     release = ReleaseUnread(
-        request_id=load.request_id, source=load.source, is_computed=is_computed, was_suspended=load.is_suspended
+        request_id=load.request_id,
+        source=load.source,
+        is_computed=is_computed,
+        was_suspended=load.is_suspended,
+        was_taken=load.is_taken,
     )
-    return release, NoteTaken(source=load.source)
+    return release, LetGo()
 
 
 def _allocate(load: Load, event: Allocated) -> tuple[Load, Effects]:
@@ -160,7 +168,7 @@ def _compute(load: Load, event: Allocated) -> tuple[Load, Effects]:
 def _end_load(load: Load, event: LoadEnded) -> tuple[Load, Effects]:
     state = State.FAILED if event.has_failed else State.LOADED
     waited = NoteWait(heard_ns=load.heard_ns, is_loaded=not event.has_failed)
-    return msgspec.structs.replace(load, state=state), (waited, NoteTaken(source=load.source))
+    return msgspec.structs.replace(load, state=state), (waited, LetGo())
 
 
 def _end_queued(load: Load, event: Ended) -> tuple[Load, Effects]:
@@ -169,7 +177,7 @@ def _end_queued(load: Load, event: Ended) -> tuple[Load, Effects]:
 
 def _end_loading(load: Load, event: Ended) -> tuple[Load, Effects]:
     waited = (NoteWait(heard_ns=load.heard_ns, is_loaded=False),) if event.has_failed else ()
-    ended = AbortLoad(request_id=load.request_id), NoteTaken(source=load.source)
+    ended = AbortLoad(request_id=load.request_id), LetGo()
     return msgspec.structs.replace(load, state=State.ENDED), (*waited, *ended)
 
 
@@ -187,7 +195,7 @@ MACHINE: Machine[Load, Effects] = Machine(
     terminal=frozenset({State.LOADED, State.COMPUTED, State.ENDED}),
     events=(Asked, NoRoomFound, RoomReturned, Allocated, LoadEnded, Ended),
     table={
-        (_QUEUED, Asked): to(_suspend, _QUEUED),
+        (_QUEUED, Asked): to(_offer, _QUEUED),
         (_QUEUED, Allocated): to(_allocate, _LOADING, State.COMPUTED),
         (_QUEUED, Ended): to(_end_queued, State.ENDED),
         (_LOADING, LoadEnded): to(_end_load, State.LOADED, _FAILED),

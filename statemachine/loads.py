@@ -21,6 +21,13 @@ step after it, and nobody else.
 
 One that does not fit beside what is kept from the pool waits for nobody, and nobody for it. But vLLM reserves all the
 same, so no load would begin: prompts are computed here until it has its blocks (`without_room`).
+
+Several requests may name one lease: the samples of a prompt (`n`), which vLLM hands over one by one, or prompts that go
+on from the lent one. Whoever lends frees its blocks when a reader has let go of them, and who comes after that comes
+too late. Where others find in the cache what one has loaded (`shares`), one reads: who asks meanwhile is passed over
+until that load has ended, unless one has ended before, for which nobody waits again. Elsewhere each of them reads, and
+the ranks keep the lease until they are told that nobody here wants it any more (`LetGo`): they would let go of it with
+the first READ that ends, of which this core hears later. Who comes too late even so computes.
 """
 
 from __future__ import annotations
@@ -33,7 +40,11 @@ import msgspec
 
 from statemachine import load as machine
 from statemachine.kernel import Effect, Event
-from statemachine.load import AbortLoad, Load, NoteTaken, NoteWait, ReleaseUnread, StartLoad, State
+from statemachine.load import AbortLoad, Load, NoteWait, ReleaseUnread, StartLoad, State
+from statemachine.remembered import Remembered
+
+TAKEN_MAX = 16_384
+"""Leases that were let go of and are remembered: more than are taken while a tool that vLLM runs answers."""
 
 
 class Answer(enum.Enum):
@@ -60,10 +71,11 @@ class Room(enum.Enum):
 
 
 class Heard(Event, frozen=True, kw_only=True):
-    """A request has come of which something may be loaded."""
+    """A request has come of which something may be loaded. `lease` is as in `Load`."""
 
     request_id: str
     source: Any
+    lease: str | None = None
 
 
 class Asked(Event, frozen=True, kw_only=True):
@@ -71,12 +83,15 @@ class Asked(Event, frozen=True, kw_only=True):
 
     Attributes:
         pays: something can be loaded for it, and is better loaded than computed.
+        computes_if_taken: if what is lent was let go of. Otherwise it is read all the same: the ranks may hold the
+            lease for this request, and know whether they do.
         num_tokens: that it has, for people.
     """
 
     request_id: str
     room: Room
     pays: bool
+    computes_if_taken: bool = False
     num_tokens: int = 0
 
 
@@ -110,6 +125,12 @@ class Ended(Event, frozen=True, kw_only=True):
 # --- effects --------------------------------------------------------------------------------------------------------
 
 
+class LetGo(Effect, frozen=True, kw_only=True):
+    """No request here wants anything of this lease any more. Said unless what is loaded is shared."""
+
+    source: Any
+
+
 class SayNoRoom(Effect, frozen=True, kw_only=True):
     """For people: a request waits until blocks come back that are kept from the pool. Once for each."""
 
@@ -134,7 +155,7 @@ class SayLoadsAgain(Effect, frozen=True, kw_only=True):
 
 
 LoadEffect: TypeAlias = (
-    StartLoad | ReleaseUnread | AbortLoad | NoteWait | NoteTaken | SayNoRoom | SayRoomFound | SayNoLoads | SayLoadsAgain
+    StartLoad | ReleaseUnread | AbortLoad | NoteWait | LetGo | SayNoRoom | SayRoomFound | SayNoLoads | SayLoadsAgain
 )
 
 
@@ -144,12 +165,16 @@ LoadEffect: TypeAlias = (
 class Loads:
     """See the module's docstring.
 
+    Args:
+        shares: whether a request finds in the cache what another one with the same beginning has loaded.
+
     Attributes: read, and not changed, by others, in every step.
         queued, loading: the requests in these states, by id, those that came into it first at the beginning.
         has_to_step: whether StepScheduled would lead to anything.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, shares: bool) -> None:
+        self._shares = shares
         # Those that are not over.
         self._loads: dict[str, Load] = {}
         # The same by state.
@@ -165,6 +190,10 @@ class Loads:
         # were lent back.
         self._without_room: set[str] = set()
         self._behind_lent_back: set[str] = set()
+        # Of each lease, the requests that are queued or load. Never empty.
+        self._users: dict[str, set[str]] = {}
+        # The leases that were let go of.
+        self._taken = Remembered(TAKEN_MAX)
         self.has_to_step = False
         # Of the event that is being taken in.
         self._effects: list[LoadEffect] = []
@@ -172,10 +201,12 @@ class Loads:
     def handle(self, event: Event, now_ns: int) -> list[LoadEffect]:
         """Take one event in; returns what to do, in order."""
         match event:
-            case Heard(request_id=request_id, source=source):
+            case Heard(request_id=request_id, source=source, lease=lease):
                 # vLLM refuses an id that it knows, so it has no other request of it any more.
                 self._end(request_id, has_failed=False)
-                self._put(None, Load(request_id=request_id, source=source, heard_ns=now_ns))
+                self._put(None, Load(request_id=request_id, source=source, heard_ns=now_ns, lease=lease))
+                if lease is not None:
+                    self._users.setdefault(lease, set()).add(request_id)
             case Allocated(request_id=request_id, loads=loads):
                 self._leave_queue(request_id)
                 self._step(request_id, machine.Allocated(now_ns=now_ns, loads=loads))
@@ -203,12 +234,19 @@ class Loads:
         """Whether a request would have room if nothing were lent back."""
         return len(self._behind_lent_back) > 0
 
+    def is_taken(self, request_id: str) -> bool:
+        """Whether a request has let go of what is lent to this one, or all have."""
+        load = self._loads.get(request_id)
+        return load is not None and load.lease is not None and load.lease in self._taken
+
     # --- the queue --------------------------------------------------------------------------------------------------
 
     def _answer(self, asked: Asked) -> Answer:
         request_id = asked.request_id
         before = self._state(request_id)
-        self._step(request_id, machine.Asked(is_suspended=asked.pays and self._are_suspended))
+        is_suspended, was_taken = asked.pays and self._are_suspended, self.is_taken(request_id)
+        is_taken = asked.pays and asked.computes_if_taken and was_taken
+        self._step(request_id, machine.Asked(is_suspended=is_suspended, is_taken=is_taken))
         if before is State.FAILED:
             return Answer.LET_PASS
         if asked.room is not Room.ENOUGH:
@@ -216,10 +254,15 @@ class Loads:
             return Answer.LET_PASS
         if self._lets_pass and before is not State.TO_COMPUTE:
             return Answer.LET_PASS
-        if before is State.QUEUED and asked.pays and not self._are_suspended:
-            self._offered.add(request_id)
-            return Answer.LOAD
-        return Answer.COMPUTE
+        if before is not State.QUEUED or not asked.pays or is_suspended or is_taken:
+            return Answer.COMPUTE
+        if self._shares and not was_taken and self._is_being_read(self._loads[request_id].lease):
+            return Answer.LET_PASS
+        self._offered.add(request_id)
+        return Answer.LOAD
+
+    def _is_being_read(self, lease: str | None) -> bool:
+        return lease is not None and any(user in self.loading for user in self._users[lease])
 
     @property
     def _are_suspended(self) -> bool:
@@ -272,9 +315,27 @@ class Loads:
         were_suspended = self._are_suspended
         after, effects = machine.MACHINE.step(before, event)
         self._put(before, after)
-        self._effects += effects
+        for effect in effects:
+            if isinstance(effect, machine.LetGo):
+                self._let_go(before)
+            else:
+                self._effects.append(effect)
         if were_suspended and not self._are_suspended:
             self._effects.append(SayLoadsAgain())
+
+    def _let_go(self, load: Load) -> None:
+        lease = load.lease
+        if lease is None:
+            return
+        users = self._users[lease]
+        users.discard(load.request_id)
+        if not users:
+            del self._users[lease]
+            if not self._shares:
+                self._effects.append(LetGo(source=load.source))
+        # Where it is shared, the ranks let go with the READ, perhaps before they have heard of those who wait here.
+        if not users or (self._shares and load.state is State.LOADING):
+            self._taken.add(lease)
 
     def _put(self, before: Load | None, after: Load) -> None:
         request_id = after.request_id
@@ -289,7 +350,7 @@ class Loads:
 
     def copy(self) -> Loads:
         """An independent core that behaves alike."""
-        other = Loads()
+        other = Loads(shares=self._shares)
         other._loads = dict(self._loads)
         for state, loads in self._by_state.items():
             other._by_state[state].update(loads)
@@ -297,6 +358,8 @@ class Loads:
         other._lets_pass = self._lets_pass
         other._without_room = set(self._without_room)
         other._behind_lent_back = set(self._behind_lent_back)
+        other._users = {lease: set(users) for lease, users in self._users.items()}
+        other._taken = self._taken.copy()
         other.has_to_step = self.has_to_step
         return other
 
@@ -309,4 +372,5 @@ class Loads:
             self._lets_pass,
             frozenset(self._without_room),
             frozenset(self._behind_lent_back),
+            self._taken.freeze(),
         )

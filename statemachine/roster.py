@@ -28,6 +28,7 @@ Rules:
   and ends in it, or in its successor. But READs that hang may keep it for ever. When it has nothing else left and is
   asked for, it is recalled, and needs room as a newcomer does: the engine may be back, elsewhere under its id.
 * An abort goes to the member that the request was handed to.
+* That nobody wants a lease any more is told to the member that keeps it, and brings nobody.
 * While too many blocks are in quarantine (`quarantine.py`), a request that is to be read is refused, whichever engine
   has its KV; that engine is told, as of one that needs nothing. Who only waits in the queue is handed to its member
   all the same: there may be room when its turn comes.
@@ -111,6 +112,13 @@ class AbortAsked(Event, frozen=True, kw_only=True):
     """The engine gave a request up; it may have ended already. `message` is as in `Asked`."""
 
     request_id: str
+    message: Any
+
+
+class LetGo(Event, frozen=True, kw_only=True):
+    """Nobody wants a lease of this engine any more. `message` is as in `Asked`."""
+
+    key: PeerKey
     message: Any
 
 
@@ -331,6 +339,9 @@ class Roster:
             case AbortAsked(request_id=request_id, message=message):
                 key = self._of_request.get(request_id)
                 if key is not None and key in self._entries:
+                    return [HandOver(key=key, message=message)]
+            case LetGo(key=key, message=message):
+                if key in self._entries:
                     return [HandOver(key=key, message=message)]
             case Rejected(request_id=request_id, failure=failure):
                 rejected = request.ParamsRejected(failure=failure)

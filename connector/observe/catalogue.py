@@ -456,9 +456,9 @@ LOCAL_PREFILLS = Metric(
     kind="counter",
     documentation="Requests whose prompt D computes itself without anybody having asked for that: their "
     "kv_transfer_params are absent (counted on a kv_consumer only), ask for nothing (unusable), are those of a shorter "
-    "prompt, with which this one begins (continued), or lack a block that the last token sees and vLLM has freed on P "
-    "(window); or vLLM keeps what is free for one whose load has failed and that does not fit beside blocks in "
-    "quarantine or lent back (no_room).",
+    "prompt, with which this one begins, or of an equal one that others have loaded and let go of (continued), or lack "
+    "a block that the last token sees and vLLM has freed on P (window); or vLLM keeps what is free for one whose load "
+    "has failed and that does not fit beside blocks in quarantine or lent back (no_room).",
     side="D",
     labels=("reason",),
     series=((ABSENT,), (UNUSABLE,), (CONTINUED,), (WINDOW,), (NO_ROOM,)),

@@ -1,8 +1,9 @@
 """READs that wait for the device (`AfterSteps`), and what must not overtake them.
 
 They are in the order in which the engine ordered them, and so are the steps that they wait for: the first one that
-waits holds up the others. What else concerns the same request goes behind it. All other commands pass: a decode engine
-may ask for a lease that its P has just granted, and one that is paused keeps what the requests in its queue will read.
+waits holds up the others. What else concerns the same request, or the lease that it reads (`LetGo`), goes behind it.
+All other commands pass: a decode engine may ask for a lease that its P has just granted, and one that is paused keeps
+what the requests in its queue will read.
 
 The device is looked at every half millisecond while something waits. That is in the trio thread, because an engine that
 has nothing else to do makes its next step late. A device that cannot be asked has failed, and what it has been given
@@ -13,10 +14,15 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
+from typing import TypeAlias
 
 import trio
 
-from connector.protocol import AbortPull, AfterSteps, Command, RejectPull, ReleaseUnread, StartPull, TrackLease
+from connector.protocol import AbortPull, AfterSteps, Command, LetGo, RejectPull, ReleaseUnread, StartPull, TrackLease
+from statemachine.lease import LeaseName
+
+Subject: TypeAlias = str | LeaseName
+"""A request of ours, or what it reads."""
 
 LOOK_SECONDS = 0.0005
 
@@ -38,8 +44,8 @@ class DeferredCommands:
         self._on_failed = on_failed
         # With the end of the steps that each waits for; None: it waits for what is before it.
         self._deferred: deque[tuple[Command, Callable[[], bool] | None]] = deque()
-        # How many of them are about a request.
-        self._requests: Counter[str] = Counter()
+        # How many of them are about it.
+        self._subjects: Counter[Subject] = Counter()
         self._is_any = trio.Event()
         self._is_released = False
 
@@ -52,11 +58,12 @@ class DeferredCommands:
             command, are_over = command
         else:
             are_over = None
-        if self._is_released or (are_over is None and _request_of(command) not in self._requests):
+        subjects = _subjects_of(command)
+        if self._is_released or (are_over is None and not any(each in self._subjects for each in subjects)):
             self._deliver(command)
             return
         self._deferred.append((command, are_over))
-        self._requests[_request_of(command)] += 1
+        self._subjects.update(subjects)
         self._is_any.set()
 
     def release(self) -> None:
@@ -88,15 +95,20 @@ class DeferredCommands:
 
     def _pop(self) -> Command:
         command, _ = self._deferred.popleft()
-        request_id = _request_of(command)
-        self._requests[request_id] -= 1
-        if not self._requests[request_id]:
-            del self._requests[request_id]
+        for subject in _subjects_of(command):
+            self._subjects[subject] -= 1
+            if not self._subjects[subject]:
+                del self._subjects[subject]
         return command
 
 
-def _request_of(command: Command) -> str:
-    """The request of ours that it is about, or an empty string."""
-    if isinstance(command, StartPull | ReleaseUnread | AbortPull | RejectPull | TrackLease):
-        return command.request_id
-    return ""
+def _subjects_of(command: Command) -> tuple[Subject, ...]:
+    """What it is about, and what goes behind it is about too."""
+    match command:
+        case StartPull(request_id=request_id, lease=lease):
+            return request_id, lease
+        case ReleaseUnread() | AbortPull() | RejectPull() | TrackLease():
+            return (command.request_id,)
+        case LetGo(lease=lease):
+            return (lease,)
+    return ()

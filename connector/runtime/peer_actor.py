@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, assert_never
 
 import msgspec
 import trio
@@ -34,6 +34,7 @@ from connector.observe.event_log import request_subject
 from connector.ports.nixl import PortReadEnded
 from connector.protocol import (
     AbortPull,
+    LetGo,
     MeetPeer,
     PeerAddress,
     PullCommand,
@@ -261,7 +262,7 @@ class PeerActor:
         try:
             self._feed(core.Crashed(failure=failure))
         finally:
-            if isinstance(event, core.ReadEnded | core.Retire | core.Recall):
+            if isinstance(event, core.ReadEnded | core.LetGo | core.Retire | core.Recall):
                 self._feed(event)  # nobody will ever tell these again
         self._context.recorder.catch_up()
 
@@ -298,6 +299,8 @@ class PeerActor:
 
     def _event_of_command(self, command: PullCommand) -> Event:
         match command:
+            case LetGo(lease=lease):
+                return core.LetGo(lease=lease, message=command)
             case AbortPull(request_id=request_id):
                 return core.AbortAsked(request_id=request_id, message=command)
             case MeetPeer(peer=address):
@@ -312,17 +315,25 @@ class PeerActor:
                 blocks = sum(len(group.local_block_ids) for group in command.groups)
                 self._pulls[command.request_id] = _Pull(command=command, began_ns=now_ns, blocks=blocks)
                 self._notices.begin(command, now_ns)
-                kind: type[core.Started | core.Announced] = core.Started
+                return core.Started(
+                    request_id=command.request_id,
+                    lease=command.lease,
+                    address=command.peer,
+                    age_ns=to_ns(command.age_seconds),
+                    keeps_lease=command.keeps_lease,
+                    message=command,
+                )
             case TrackLease():
                 self._notices.begin(command, self._context.clock.now_ns())
-                kind = core.Announced
-        return kind(
-            request_id=command.request_id,
-            lease=command.lease,
-            address=command.peer,
-            age_ns=to_ns(command.age_seconds),
-            message=command,
-        )
+                return core.Announced(
+                    request_id=command.request_id,
+                    lease=command.lease,
+                    address=command.peer,
+                    age_ns=to_ns(command.age_seconds),
+                    message=command,
+                )
+            case _:
+                assert_never(command)
 
     # --- effects ------------------------------------------------------------------------------------------------
 

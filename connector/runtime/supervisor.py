@@ -33,6 +33,7 @@ from connector.protocol import (
     LeaseComputing,
     LeaseGranted,
     LeaseWithdrawn,
+    LetGo,
     LoadFailed,
     LocalPrefillsSeen,
     MeetPeer,
@@ -259,6 +260,8 @@ class Supervisor:
                 self._ask(command, is_awaited=False)
             case MeetPeer(peer=peer):
                 self._tell_roster(roster.MeetAsked(key=_key(peer), place=str(peer), message=command))
+            case LetGo(peer=peer):
+                self._tell_roster(roster.LetGo(key=_key(peer), message=command))
             case AbortPull(request_id=request_id):
                 self._tell_roster(roster.AbortAsked(request_id=request_id, message=command))
             case RejectPull(request_id=request_id, failure=failure):

@@ -154,6 +154,9 @@ class CacheGroups:
         has_states: a group has a state.
         keeps_all_tokens: no group has a table that is clipped.
         keeps_everything: neither.
+        block_tokens: of the largest blocks.
+        are_shared: a request finds in the prefix cache what another one with the same beginning has loaded, but for the
+            last block. With windows or a state it may find nothing: what was loaded is that of one length.
     """
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -171,6 +174,8 @@ class CacheGroups:
         self.has_states = any(group.keeps.is_state for group in self.all)
         self.keeps_all_tokens = not any(group.keeps.is_clipped for group in self.all)
         self.keeps_everything = all(group.keeps == Keeps() for group in self.all)
+        self.block_tokens = max((group.block_size for group in self.all), default=0)
+        self.are_shared = self.keeps_everything and bool(vllm_config.cache_config.enable_prefix_caching)
 
 
 def has_windows_of_other_blocks(specs: Sequence[KVCacheSpec], dcp_size: int) -> bool:

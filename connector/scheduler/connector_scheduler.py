@@ -61,13 +61,14 @@ from connector.step_metadata import HandshakeMetadata, StepMetadata, WorkerRepor
 from connector.versions import shown_version
 from statemachine.draining import State
 from statemachine.kernel import Event
-from statemachine.load import AbortLoad, NoteTaken, NoteWait, ReleaseUnread, StartLoad
+from statemachine.load import AbortLoad, NoteWait, ReleaseUnread, StartLoad
 from statemachine.loads import (
     Allocated,
     Answer,
     Asked,
     Ended,
     Heard,
+    LetGo,
     LoadEffect,
     LoadEnded,
     Loads,
@@ -121,7 +122,6 @@ class ConnectorScheduler:
         self._port: int = envs.VLLM_NIXL_SIDE_CHANNEL_PORT + parallel.data_parallel_index
         self._clock = clock
         self._life = life
-        self._loads = Loads()
         self._is_staged = is_staged(vllm_config)
         # When the last step was scheduled.
         self._stepped_ns = clock.now_ns()
@@ -144,6 +144,7 @@ class ConnectorScheduler:
         self._figures = EngineFigures(clock)
         self._crashes = CrashCount()
         self._groups = CacheGroups(vllm_config, kv_cache_config)
+        self._loads = Loads(shares=self._groups.are_shared)
         self._kept = KeptBlocks(_step_slots(vllm_config))
         self._pulls = Pulls(vllm_config, self._groups, options, key_file, clock=clock, log_failure=self._log_failure)
         advertised = PeerAddress(
@@ -203,7 +204,7 @@ class ConnectorScheduler:
             if not for_decode:
                 self._note_local_prefill(request)
             return
-        self._follow(Heard(request_id=request.request_id, source=pull))
+        self._follow(Heard(request_id=request.request_id, source=pull, lease=pull.lease_key))
         if self._spans is not None:
             self._spans.hear(request)
         command = self._pulls.track(request.request_id, pull)
@@ -219,11 +220,15 @@ class ConnectorScheduler:
         count, loaded = 0, num_computed_tokens
         if (load := self._loads.queued.get(request.request_id)) is not None:
             pull = load.source
-            count, loaded = pull.tokens - num_computed_tokens, pull.tokens
+            count = pull.tokens - num_computed_tokens
+            if self._groups.are_shared and count < self._groups.block_tokens and self._loads.is_taken(load.request_id):
+                count = 0  # another request has loaded it, and its last block is computed sooner than it is read
+            loaded = max(loaded, num_computed_tokens + count)
         asked = Asked(
             request_id=request.request_id,
             room=self._kept.room_for(request, loaded),
             pays=pull is not None and count > 0 and self._tokens_to_compute(request, pull, count) >= pull.at_least,
+            computes_if_taken=pull is not None and (pull.goes_on or not self._groups.are_shared),
             num_tokens=request.num_tokens,
         )
         answer, effects = self._loads.ask(asked)
@@ -447,8 +452,8 @@ class ConnectorScheduler:
                 case NoteWait(heard_ns=heard_ns, is_loaded=is_loaded):
                     waited_seconds = (self._clock.now_ns() - heard_ns) / NS_PER_SECOND
                     self._figures.note_wait(waited_seconds, is_loaded=is_loaded)
-                case NoteTaken(source=pull):
-                    self._pulls.note_taken(pull)
+                case LetGo(source=pull):
+                    self._tell(self._pulls.let_go(pull))
                 case SayNoRoom(request_id=request_id, num_tokens=num_tokens):
                     self._say_no_room(request_id, num_tokens)
                 case SayRoomFound(request_id=request_id):
@@ -470,7 +475,11 @@ class ConnectorScheduler:
     def _release_unread(self, release: ReleaseUnread) -> None:
         """Nothing is read: the engine that lends may free its blocks now."""
         request_id, pull = release.request_id, release.source
-        because = catalogue.NO_ROOM if release.was_suspended else pull.computed_because
+        because = pull.computed_because
+        if release.was_suspended:
+            because = catalogue.NO_ROOM
+        elif release.was_taken:
+            because = catalogue.CONTINUED
         if release.is_computed and because is not None:
             self._figures.note_local_prefill(because)
         command = self._pulls.release_unread(request_id, pull)

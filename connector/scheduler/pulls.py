@@ -6,9 +6,9 @@ gets an error under the policy `fail`, and a recomputation under `recompute`. Un
 that they name.
 
 Of a prompt that goes on from the one that was lent, as where a router has appended the token that P has sampled, what
-was lent is loaded and the rest computed. Parameters may also come once more with such a prompt: where vLLM runs tools
-itself (`/v1/responses`), each turn of a call has those of the call. By then the blocks are P's again, and most of the
-prompt is in the prefix cache here. So it is computed here, and nothing is read for it.
+was lent is loaded and the rest computed. Parameters may also come once more: with the other samples of a prompt, or,
+where vLLM runs tools itself (`/v1/responses`), with each turn of a call. Which of these requests read is decided in
+`statemachine/loads.py`; `lease_key` is the name by which it knows what they read.
 
 An engine may have several KV cache groups (full attention next to sliding windows or states); both sides list the
 block tables of a request group by group, in the same order. Which blocks of a table travel is in `cache_groups`. Blocks
@@ -37,7 +37,7 @@ from connector.key_files import ParamsKeyFile
 from connector.observe import catalogue
 from connector.observe.event_log import FailureLog, request_subject
 from connector.observe.log import get_logger, is_said
-from connector.protocol import PeerAddress, RejectPull, ReleaseUnread, StartPull, TrackLease
+from connector.protocol import LetGo, PeerAddress, RejectPull, ReleaseUnread, StartPull, TrackLease
 from connector.scheduler.cache_groups import CacheGroups
 from connector.scheduler.prefix_digest import numbers_media, prefix_digests, prompt_digests
 from connector.step_overlap import may_read
@@ -52,15 +52,11 @@ from connector.wire.params import (
 )
 from statemachine.failures import ADVICE_FOLLOWS, BadParams, ParamsFailure, WrongPrompt
 from statemachine.lease import LeaseName
-from statemachine.remembered import Remembered
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.request import Request
-
-TAKEN_MAX = 16_384
-"""Leases: more than are taken while a tool that vLLM runs answers."""
 
 _log = get_logger()
 
@@ -76,6 +72,8 @@ class WaitingPull:
         heard_ns: when this engine first heard of it.
         computed_because: why nothing is to be loaded, as local prefills are counted; None: something is, or there is
             nothing to load.
+        goes_on: the prompt is longer than the one of which something is lent, and begins with it.
+        lease_key: unique across engines; None: nothing is lent.
     """
 
     remote: RemotePrefill | ParamsFailure
@@ -83,6 +81,14 @@ class WaitingPull:
     at_least: int
     heard_ns: int
     computed_because: str | None = None
+    goes_on: bool = False
+
+    @property
+    def lease_key(self) -> str | None:
+        remote = self.remote
+        if not isinstance(remote, RemotePrefill):
+            return None
+        return f"{remote.lease_number}\n{remote.engine_id}\n{remote.request_id}"
 
 
 class Pulls:
@@ -111,9 +117,6 @@ class Pulls:
         self._numbers_media = numbers_media(vllm_config)
         self._clock = clock
         self._log_failure = log_failure
-        # The leases of which requests here have got what they wanted, oldest first; at most TAKEN_MAX. Not those that
-        # are being read: another sample of such a prompt reads them too.
-        self._taken = Remembered(TAKEN_MAX)
         # Prompts whose parameters name the blocks of an answer, and no lease.
         self._numberless = 0
 
@@ -135,20 +138,24 @@ class Pulls:
                 computed = max(0, request.num_prompt_tokens - self._groups.tokens_left_to_decode)
                 remote = msgspec.structs.replace(remote, num_tokens=computed)
             lent = self._lent_beginning(remote, request)
-            if lent is not None and _lease_key(remote) in self._taken:
-                tokens, because = 0, catalogue.CONTINUED
-            else:
-                tokens = tokens if lent is None else lent
-                self._check_fit(remote, request, tokens)
-                if lent is None:
-                    self._check_prompt(remote, request)
-                if self._loads(request):
-                    tokens = self._tokens_to_go_on_from(remote, request, tokens)
-                    because = None if tokens else catalogue.WINDOW
+            tokens = tokens if lent is None else lent
+            self._check_fit(remote, request, tokens)
+            if lent is None:
+                self._check_prompt(remote, request)
+            if self._loads(request):
+                tokens = self._tokens_to_go_on_from(remote, request, tokens)
+                because = None if tokens else catalogue.WINDOW
         except ParamsError as error:
             return WaitingPull(error.failure, tokens=tokens, at_least=0, heard_ns=now_ns)
         at_least = self._options.decode_recompute_threshold
-        return WaitingPull(remote, tokens=tokens, at_least=at_least, heard_ns=now_ns, computed_because=because)
+        return WaitingPull(
+            remote,
+            tokens=tokens,
+            at_least=at_least,
+            heard_ns=now_ns,
+            computed_because=because,
+            goes_on=lent is not None,
+        )
 
     def of_prefill(self, request: Request) -> WaitingPull | None:
         """P: of a prompt whose beginning a D has; None: there is none, or what it has is of no use."""
@@ -201,6 +208,7 @@ class Pulls:
             num_tokens=tokens,
             remote_num_tokens=remote.num_tokens,
             age_seconds=self._age_seconds(pull.heard_ns),
+            keeps_lease=not self._groups.are_shared,
         )
 
     def release_unread(self, request_id: str, pull: WaitingPull) -> ReleaseUnread | None:
@@ -213,10 +221,10 @@ class Pulls:
         self._log_failure(request_subject(request_id, age_seconds, "for which nothing is read"), pull.remote)
         return None
 
-    def note_taken(self, pull: WaitingPull) -> None:
-        """D: a request has got what it wanted of these blocks, or wants nothing of them any more."""
-        if isinstance(pull.remote, RemotePrefill):
-            self._taken.add(_lease_key(pull.remote))
+    def let_go(self, pull: WaitingPull) -> LetGo:
+        """No request here wants anything of its lease any more."""
+        assert isinstance(pull.remote, RemotePrefill)
+        return LetGo(lease=_lease(pull.remote), peer=_address(pull.remote))
 
     # --- parameters -------------------------------------------------------------------------------------------------
 
@@ -349,11 +357,6 @@ class Pulls:
 
 def _lease(remote: RemotePrefill) -> LeaseName:
     return LeaseName(remote.request_id, remote.lease_number or 0)
-
-
-def _lease_key(remote: RemotePrefill) -> str:
-    """Unique across engines."""
-    return f"{remote.lease_number}\n{remote.engine_id}\n{remote.request_id}"
 
 
 def _address(remote: RemotePrefill) -> PeerAddress:

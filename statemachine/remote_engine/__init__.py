@@ -23,7 +23,9 @@ Rules that are nobody's machine:
 * A request holds its lease from the moment it is announced, which is before it is scheduled. The READ does not wait for
   the answer; the report does (`request.py`).
 * The release is owed when the last of a claim's users has ended, and is said until P has confirmed it or the lease must
-  be over. A lease that was released here is consumed: who names it again is refused.
+  be over. A lease that was released here is consumed: who names it again is refused. Where the scheduler has asked for
+  it (`Started.keeps_lease`), the claim lasts until the scheduler lets go of it, which hears of the end of a request
+  later than the core, and knows who else has come meanwhile.
 * A READ that failed may go on in part. It counts as quiescent when NIXL has shown that it is over, or when its
   connection has been torn down and the grace of the back end has passed.
 * What a READ has left may have to be checked; how, the core does not know. The READ is over all the same: its
@@ -73,6 +75,7 @@ from statemachine.remote_engine.messages import (
     EngineLimits,
     HoldAnswered,
     LeavingSaid,
+    LetGo,
     LiftQuarantine,
     LinkLost,
     MeetAsked,
@@ -125,6 +128,7 @@ __all__ = (
     "EngineView",
     "HoldAnswered",
     "LeavingSaid",
+    "LetGo",
     "LiftQuarantine",
     "LinkLost",
     "MeetAsked",

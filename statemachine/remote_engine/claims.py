@@ -61,15 +61,21 @@ class Claim:
         heard_ns: when this engine first heard of a request that names it; may lie before the clock's zero.
         users: ids of the requests that want it, announced or in hand.
         holds: by rank of P; empty until P was first met.
+        is_kept: also while it has no users.
     """
 
-    __slots__ = ("heard_ns", "holds", "lease", "users")
+    __slots__ = ("heard_ns", "holds", "is_kept", "lease", "users")
 
     def __init__(self, lease: LeaseName, heard_ns: int) -> None:
         self.lease = lease
         self.heard_ns = heard_ns
         self.users: dict[str, None] = {}
         self.holds: list[hold.Hold] = []
+        self.is_kept = False
+
+    @property
+    def is_wanted(self) -> bool:
+        return self.is_kept or len(self.users) > 0
 
     @property
     def proven_until_ns(self) -> int:
@@ -88,6 +94,7 @@ class Claim:
         other = Claim(self.lease, self.heard_ns)
         other.users = dict(self.users)
         other.holds = list(self.holds)
+        other.is_kept = self.is_kept
         return other
 
     def freeze(self, now_ns: int, lease_ns: int) -> Hashable:
@@ -100,7 +107,7 @@ class Claim:
         )
         # When it was heard of matters until a built-in engine is met, and only for the length of a lease.
         age_ns = min(now_ns - self.heard_ns, lease_ns)
-        return (self.lease, frozenset(self.users), holds, age_ns if not self.holds else 0)
+        return (self.lease, frozenset(self.users), self.is_kept, holds, age_ns if not self.holds else 0)
 
 
 class Claims:
@@ -150,7 +157,7 @@ class Claims:
     def is_consumed(self, lease: LeaseName) -> bool:
         """Whether its release was said, or is owed: P may free the blocks at any time."""
         claim = self._by_lease.get(lease)
-        return _text(lease) in self._consumed or (claim is not None and bool(claim.holds) and not claim.users)
+        return _text(lease) in self._consumed or (claim is not None and bool(claim.holds) and not claim.is_wanted)
 
     def want(self, lease: LeaseName, request_id: str, heard_ns: int, now_ns: int) -> Claim:
         """`request_id` wants the lease: it is held from now on, and not released before the request has ended. If P
@@ -173,15 +180,26 @@ class Claims:
         if claim is None or request_id not in claim.users:
             return
         del claim.users[request_id]
-        if claim.users:
+        self._end_if_unwanted(claim, now_ns)
+
+    def let_go(self, lease: LeaseName, now_ns: int) -> None:
+        """It is kept for its users alone from now on."""
+        claim = self._by_lease.get(lease)
+        if claim is not None and claim.is_kept:
+            claim.is_kept = False
+            self._end_if_unwanted(claim, now_ns)
+
+    def _end_if_unwanted(self, claim: Claim, now_ns: int) -> None:
+        if claim.is_wanted:
             return
-        self._wanted.discard(lease)
+        self._wanted.discard(claim.lease)
         if claim.holds:
             self._let_go(claim)
         # Else P was never met: it may be named again, and P is told when it is met in time.
         if self.drop_if_over(claim):
             return
-        self._timers.set(("release_given_up", lease), max(claim.proven_until_ns, now_ns + self._limits.lease_ns))
+        given_up_ns = max(claim.proven_until_ns, now_ns + self._limits.lease_ns)
+        self._timers.set(("release_given_up", claim.lease), given_up_ns)
 
     def _let_go(self, claim: Claim) -> None:
         self._consumed.add(_text(claim.lease))
@@ -303,7 +321,7 @@ class Claims:
             self._step_hold(claim, rank, hold.Reconnected())
         if not claim.holds:
             self._begin_holds(claim, link.ranks)
-            if not claim.users:
+            if not claim.is_wanted:
                 self._let_go(claim)
         if link.is_builtin and claim.lease.number:
             self._lose_holds(claim, REPLACED)

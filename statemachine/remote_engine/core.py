@@ -46,6 +46,7 @@ from statemachine.remote_engine.messages import (
     FromEngine,
     HoldAnswered,
     LeavingSaid,
+    LetGo,
     LiftQuarantine,
     LinkLost,
     MeetAsked,
@@ -140,7 +141,7 @@ class RemoteEngine:
                 self._end_read(event, now_ns)
             case ReadChecked():
                 self._end_check(event, now_ns)
-            case Announced() | Started() | NotNeeded() | MeetAsked() | AbortAsked():
+            case Announced() | Started() | NotNeeded() | LetGo() | MeetAsked() | AbortAsked():
                 self._handle_from_engine(event, now_ns)
             case BlocksResolved():
                 self._resolve(event, now_ns)
@@ -243,6 +244,8 @@ class RemoteEngine:
                 self._start(event, now_ns)
             case NotNeeded():
                 self._release_unread(event, now_ns)
+            case LetGo(lease=lease):
+                self._claims.let_go(lease, now_ns)
             case MeetAsked(address=address):
                 self.address = address
                 if self._peer.state is peer.State.IDLE:
@@ -295,6 +298,7 @@ class RemoteEngine:
             return
         self.address = event.address
         claim = self._claims.want(event.lease, request_id, now_ns - event.age_ns, now_ns)
+        claim.is_kept = claim.is_kept or event.keeps_lease
         if claim.gone is not None:
             has_left = claim.gone == LEFT
             ended = request.PeerFailed(failure=self._left()) if has_left else request.LeaseGone(why=claim.gone)

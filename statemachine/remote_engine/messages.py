@@ -74,12 +74,14 @@ class Announced(Event, frozen=True, kw_only=True):
 
 
 class Started(Event, frozen=True, kw_only=True):
-    """Its blocks are allocated: read into them. The engine awaits a report."""
+    """Its blocks are allocated: read into them. The engine awaits a report. `keeps_lease`: the lease is kept when the
+    request has ended, and until LetGo, although nobody may want it: others may come that do."""
 
     request_id: str
     lease: LeaseName
     address: Address
     age_ns: int
+    keeps_lease: bool = False
     message: Any = None
 
 
@@ -89,6 +91,13 @@ class NotNeeded(Event, frozen=True, kw_only=True):
     request_id: str
     lease: LeaseName
     address: Address
+    message: Any = None
+
+
+class LetGo(Event, frozen=True, kw_only=True):
+    """Of the requests that the engine knows, none wants this lease any more, or will."""
+
+    lease: LeaseName
     message: Any = None
 
 
@@ -106,7 +115,7 @@ class AbortAsked(Event, frozen=True, kw_only=True):
     message: Any = None
 
 
-FromEngine: TypeAlias = Announced | Started | NotNeeded | MeetAsked | AbortAsked
+FromEngine: TypeAlias = Announced | Started | NotNeeded | LetGo | MeetAsked | AbortAsked
 
 
 # --- events: from the world -----------------------------------------------------------------------------------------

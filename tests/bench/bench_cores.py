@@ -216,10 +216,10 @@ class SchedulerClock(CostsTaken):
 
 
 def measure_loads(in_hand: int) -> Costs:
-    clock = SchedulerClock(Loads())
+    clock = SchedulerClock(Loads(shares=True))
 
     def begin(name: str) -> None:
-        clock.feed(loads.Heard(request_id=name, source=name))
+        clock.feed(loads.Heard(request_id=name, source=name, lease=name))
         clock.feed(loads.Asked(request_id=name, room=loads.Room.ENOUGH, pays=True))
         clock.feed(loads.Allocated(request_id=name, loads=True))
         clock.feed(loads.StepScheduled(is_kept=False))

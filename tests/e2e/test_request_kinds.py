@@ -92,6 +92,18 @@ def test_several_requests_in_one_step(cluster: OnePrefillTwoDecode) -> None:
         cluster.traces.assert_plain(key)
 
 
+@pytest.mark.parametrize("count", [2, 8])
+def test_samples_of_one_prompt_are_read_once(cluster: OnePrefillTwoDecode, count: int) -> None:
+    """vLLM hands them to the engine one by one, and D has let go of P's blocks before the last ones come."""
+    client = cluster.fail.decode_client
+    for number in range(6):
+        text, key = prompt(90 + number, f"{count} samples {number}"), f"{count}-samples-{number}"
+        answers = client.samples(text, count, key, cluster.fail.prefill(text, key).kv_transfer_params)
+        assert set(answers) == {cluster.fail.alone(text).token_ids}
+        (request,) = cluster.traces.ended_prompts(key, 1)
+        assert request.blocks == blocks_of(len(text))
+
+
 def test_requests_that_d_preempts(cluster: OnePrefillTwoDecode) -> None:
     """Five requests that come at once, and grow until no three of them fit into D's 40 blocks: some lose their blocks,
     read as they are, and are computed again. Their answers are long, so that they meet on a machine that takes a second

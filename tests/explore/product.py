@@ -57,6 +57,7 @@ class Product(msgspec.Struct, frozen=True, kw_only=True):
         dies: decode engines may crash for good.
         supervised: the executor may crash, and the supervisor may give the engine up.
         aborts: the client may abort, or be served by the prefix cache before it is scheduled.
+        keeps: D's scheduler has leases kept until it lets go of them.
         checks: what READs leave is checked, and may be other bytes than P's memory had.
         twins: all decode engines have one engine id.
         clocks: what a decode engine's clock advances by in a tick; another one than the first is a deviation.
@@ -74,6 +75,7 @@ class Product(msgspec.Struct, frozen=True, kw_only=True):
     dies: bool = False
     supervised: bool = False
     aborts: bool = True
+    keeps: bool = False
     checks: bool = False
     twins: bool = False
     clocks: tuple[int, ...] = (TICK_NS, SLOW_NS)
@@ -103,6 +105,8 @@ PRODUCTS: tuple[Product, ...] = (
     Product(name="two requests", requests=_TWO, deviations=2, restarts=True),
     Product(name="three requests", requests=_THREE, deviations=1, restarts=True),
     Product(name="two requests, one lease", requests=((0, 0), (0, 0)), deviations=2, restarts=True),
+    Product(name="two requests, one lease that is kept", requests=((0, 0), (0, 0)), deviations=2, keeps=True),
+    Product(name="one request, its lease is kept", deviations=2, keeps=True, restarts=True, supervised=True),
     Product(name="two ranks of P", prefill_ranks=2, deviations=2, restarts=True),
     Product(name="two ranks of D", decode_ranks=2, deviations=2),
     Product(name="two engines, one lease", requests=((0, 0), (1, 0)), deviations=2, restarts=True, dies=True),
@@ -115,5 +119,6 @@ PRODUCTS: tuple[Product, ...] = (
     Product(name="P leaves, two ranks of P", prefill_ranks=2, deviations=1, leaves=True, restarts=True),
     Product(name="P leaves, two engines", requests=((0, 0), (1, 0)), deviations=1, leaves=True, dies=True),
     Product(name="built-in P", requests=_TWO, deviations=2, is_builtin=True, restarts=True),
+    Product(name="built-in P, kept leases", requests=((0, 0), (0, 0)), deviations=2, is_builtin=True, keeps=True),
     Product(name="built-in P, two ranks of D", decode_ranks=2, deviations=2, is_builtin=True),
 )

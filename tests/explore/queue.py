@@ -12,10 +12,16 @@ Everything else is a choice that the search makes both ways: a request comes, in
 fails, with or without its blocks in quarantine; a quarantine ends, or never does; a request ends, with or without its
 blocks being lent back; the client leaves.
 
+Requests may name one lease. Then there are the ranks, too: they are told with each step what has been decided before
+it, and let go of the lease when those that they have heard of have ended, which the core hears of later. A READ that
+begins after that would read what may be somebody else's.
+
 Checked in every step: of what a request may load exactly one thing becomes (it is read, or released unread); what is
-being read ends, or is aborted; in the end the core knows nothing any more. And liveness: from every world, if no load
-fails any more, no quarantine ends and nobody comes or leaves, each request is served that fits beside the quarantine.
-That all of this is what vLLM does is shown elsewhere, with its own scheduler (tests/unit/test_orders.py).
+being read ends, or is aborted; nothing is read of a lease that the ranks have let go of, and where what is loaded is
+shared, nothing twice; in the end the core knows nothing any more, and the ranks keep nothing. And liveness: from every
+world, if no load fails any more, no quarantine ends and nobody comes or leaves, each request is served that fits beside
+the quarantine. That all of this is what vLLM does is shown elsewhere, with its own scheduler
+(tests/unit/test_orders.py).
 """
 
 from __future__ import annotations
@@ -34,6 +40,7 @@ from statemachine.loads import (
     Asked,
     Ended,
     Heard,
+    LetGo,
     LoadEffect,
     LoadEnded,
     Loads,
@@ -49,10 +56,12 @@ ABROAD, WAITING, LOADING, LOADED, FAILED, RUNNING, OVER = range(7)
 
 
 class Kind(NamedTuple):
-    """What a request needs: blocks in all, and how many of them are loaded; 0: nothing is."""
+    """What a request needs: blocks in all, and how many of them are loaded; 0: nothing is. Those with the same `lease`
+    read the same; None: of its own."""
 
     blocks: int
     loads: int = 0
+    lease: int | None = None
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +75,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         failures: how many loads may fail.
         lends_back: whether the blocks of requests that have ended may be lent back.
         aborts: whether clients may leave.
+        shares: as of the core.
     """
 
     name: str
@@ -76,6 +86,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     failures: int = 2
     lends_back: bool = False
     aborts: bool = False
+    shares: bool = False
 
 
 SETTINGS = (
@@ -107,7 +118,48 @@ SETTINGS = (
         quarantines=1,
         lends_back=True,
     ),
+    Setting(name="samples", requests=(Kind(3, 2, 0),) * 3, pool=6, failures=1, aborts=True),
+    Setting(name="samples that share", requests=(Kind(3, 2, 0),) * 3, pool=6, failures=1, aborts=True, shares=True),
+    Setting(
+        name="samples of two prompts that share, by priority",
+        requests=(Kind(3, 2, 0), Kind(4, 3, 1), Kind(3, 2, 0), Kind(4, 3, 1)),
+        pool=5,
+        failures=1,
+        by_priority=True,
+        shares=True,
+    ),
+    Setting(
+        name="samples beside a quarantine",
+        requests=(Kind(4, 3, 0), Kind(2, 2), Kind(4, 3, 0)),
+        pool=6,
+        failures=1,
+        quarantines=1,
+    ),
 )
+
+
+class Held(NamedTuple):
+    """A lease, as the ranks know it.
+
+    Attributes:
+        users: requests that they have been told of and that have not ended there.
+        is_kept: until they are told to let go.
+        is_gone: they have let go.
+        has_begun: something was read.
+        is_cached: a load of it has ended well, so the cache has it, where what is loaded is shared.
+        is_spoilt: a load of it has failed, or somebody has let go without one: others may try, and may come too late.
+    """
+
+    users: frozenset[int] = frozenset()
+    is_kept: bool = False
+    is_gone: bool = False
+    has_begun: bool = False
+    is_cached: bool = False
+    is_spoilt: bool = False
+
+
+COME, READ, LEFT, LET_GO = range(4)
+"""What the ranks are told: a request has come; it is to be read; nothing, or nothing more, is; nobody wants a lease."""
 
 
 class World(NamedTuple):
@@ -120,6 +172,9 @@ class World(NamedTuple):
         loading: those that are read, as far as the worker knows.
         unread: those of which nothing has become yet.
         lacking: those of which it was said that they lack room.
+        commands: what the ranks are told with the next step, about a request or a lease.
+        leases: as the ranks know them.
+        read: requests that load, and that the ranks have read.
     """
 
     stages: tuple[int, ...]
@@ -131,6 +186,9 @@ class World(NamedTuple):
     loading: frozenset[int] = frozenset()
     unread: frozenset[int] = frozenset()
     lacking: frozenset[int] = frozenset()
+    commands: tuple[tuple[int, int], ...] = ()
+    leases: tuple[Held, ...] = ()
+    read: frozenset[int] = frozenset()
 
 
 class Broken(Exception):
@@ -162,6 +220,7 @@ class _Turn:
         self.quarantined, self.lent_back = list(world.quarantined), list(world.lent_back)
         self.failures = world.failures
         self.loading, self.unread, self.lacking = set(world.loading), set(world.unread), set(world.lacking)
+        self.commands, self.leases, self.read = list(world.commands), list(world.leases), set(world.read)
 
     def world(self) -> World:
         return World(
@@ -174,6 +233,9 @@ class _Turn:
             frozenset(self.loading),
             frozenset(self.unread),
             frozenset(self.lacking),
+            tuple(self.commands),
+            tuple(self.leases),
+            frozenset(self.read),
         )
 
     # --- blocks -----------------------------------------------------------------------------------------------------
@@ -218,8 +280,10 @@ class _Turn:
         self._take(self.core.handle(event, 0))
 
     def ask(self, request: int) -> Answer:
-        pays = request in self.unread
-        answer, effects = self.core.ask(Asked(request_id=str(request), room=self.room(request), pays=pays))
+        shares, lease = self.setting.shares, self.lease(request)
+        pays = request in self.unread and not (shares and lease >= 0 and self.leases[lease].is_cached)
+        asked = Asked(request_id=str(request), room=self.room(request), pays=pays, computes_if_taken=not shares)
+        answer, effects = self.core.ask(asked)
         self._take(effects)
         if answer is Answer.LOAD and not pays:
             raise _Wrong(f"request {request} loads what it does not name, or once more")
@@ -231,10 +295,18 @@ class _Turn:
                 case StartLoad(source=request):
                     self._become(request)
                     self.loading.add(request)
+                    self._order(READ, request)
                 case ReleaseUnread(source=request):
                     self._become(request)
+                    self._note_end(request, is_loaded=False)
+                    self._order(LEFT, request)
                 case AbortLoad(request_id=request_id):
+                    self._note_end(int(request_id), is_loaded=False)
                     self.loading.remove(int(request_id))
+                    self.read.discard(int(request_id))
+                    self._order(LEFT, int(request_id))
+                case LetGo(source=request):
+                    self.commands.append((LET_GO, self.lease(request)))
                 case SayNoRoom(request_id=request_id):
                     self.lacking.add(int(request_id))
                 case SayRoomFound(request_id=request_id):
@@ -247,7 +319,70 @@ class _Turn:
             raise _Wrong(f"what request {request} names is read or released twice")
         self.unread.remove(request)
 
+    # --- the ranks --------------------------------------------------------------------------------------------------
+
+    def lease(self, request: int) -> int:
+        """-1: of its own, of which they know nothing here."""
+        lease = self.setting.requests[request].lease
+        return -1 if lease is None else lease
+
+    def _note_end(self, request: int, *, is_loaded: bool) -> None:
+        if (lease := self.lease(request)) >= 0:
+            held = self.leases[lease]
+            self.leases[lease] = held._replace(
+                is_cached=held.is_cached or is_loaded, is_spoilt=held.is_spoilt or not is_loaded
+            )
+
+    def _order(self, command: int, request: int) -> None:
+        if self.lease(request) >= 0:
+            self.commands.append((command, request))
+
+    def _carry_out(self) -> None:
+        """The step goes to the ranks."""
+        for command, subject in self.commands:
+            if command == LET_GO:
+                self._keep(subject, is_kept=False)
+            elif command == LEFT:
+                self._leave(subject)
+            elif not self.leases[self.lease(subject)].is_gone:
+                self._join(subject, reads=command == READ)
+            elif command == READ and not (self.setting.shares and self.leases[self.lease(subject)].is_spoilt):
+                raise _Wrong(f"request {subject} reads what the ranks have let go of")
+        self.commands.clear()
+
+    def _join(self, request: int, *, reads: bool) -> None:
+        lease = self.lease(request)
+        held = self.leases[lease]
+        if reads and held.has_begun and self.setting.shares and not held.is_spoilt:
+            raise _Wrong(f"request {request} reads what another one has read")
+        self.leases[lease] = held._replace(
+            users=held.users | {request},
+            is_kept=held.is_kept or (reads and not self.setting.shares),
+            has_begun=held.has_begun or reads,
+        )
+
+    def _leave(self, request: int) -> None:
+        lease = self.lease(request)
+        users = self.leases[lease].users
+        if request in users:
+            self.leases[lease] = self.leases[lease]._replace(users=users - {request})
+            self._let_go_if_unwanted(lease)
+
+    def _keep(self, lease: int, *, is_kept: bool) -> None:
+        self.leases[lease] = self.leases[lease]._replace(is_kept=is_kept)
+        self._let_go_if_unwanted(lease)
+
+    def _let_go_if_unwanted(self, lease: int) -> None:
+        held = self.leases[lease]
+        if not (held.users or held.is_kept):
+            self.leases[lease] = held._replace(is_gone=True)
+
     # --- what happens -----------------------------------------------------------------------------------------------
+
+    def end_reads(self, request: int) -> None:
+        """Those of the ranks, which vLLM hears of later."""
+        self.read.add(request)
+        self._leave(request)
 
     def come(self, request: int) -> None:
         self.stages[request] = WAITING
@@ -256,11 +391,15 @@ class _Turn:
             self.waiting.sort()
         if self.setting.requests[request].loads:
             self.unread.add(request)
-            self.tell(Heard(request_id=str(request), source=request))
+            lease = self.setting.requests[request].lease
+            self.tell(Heard(request_id=str(request), source=request, lease=None if lease is None else str(lease)))
+            self._order(COME, request)
 
     def end_load(self, request: int, *, fails: bool, quarantines: bool = False) -> None:
         """vLLM hears of it; blocks of a load that has failed are freed when it is its turn."""
         self.loading.remove(request)
+        self.read.discard(request)
+        self._note_end(request, is_loaded=not fails)
         self.stages[request] = FAILED if fails else LOADED
         self.failures += fails
         if quarantines:
@@ -309,6 +448,7 @@ class _Turn:
             self.waiting.sort()
         if self.core.has_to_step:
             self.tell(StepScheduled(is_kept=self.kept > 0))
+        self._carry_out()
 
 
 Choice = tuple[str, bool, Callable[[_Turn], None]]
@@ -322,7 +462,11 @@ def _choices(setting: Setting, world: World) -> Iterator[Choice]:
         if stage == ABROAD:
             yield f"{name} comes", False, lambda turn, request=request: turn.come(request)
             continue
-        if stage == LOADING:
+        is_known = setting.requests[request].lease is not None
+        is_told = (READ, request) not in world.commands
+        if stage == LOADING and is_known and is_told and request not in world.read:
+            yield f"{name} is read", True, lambda turn, request=request: turn.end_reads(request)
+        elif stage == LOADING and is_told:
             yield f"{name} is loaded", True, lambda turn, request=request: turn.end_load(request, fails=False)
             if world.failures < setting.failures:
                 yield (
@@ -377,17 +521,24 @@ def _require_nothing_left(world: World, core: Loads) -> None:
         if world.stages[request] not in (WAITING, FAILED):
             raise _Wrong(f"request {request} is said to lack room, and has its blocks or has ended")
     if all(stage in (ABROAD, OVER) for stage in world.stages):
+        held = [lease for lease, each in enumerate(world.leases) if each.users or each.is_kept]
+        if held and not world.commands:
+            raise _Wrong(f"the ranks keep {held}, which nobody wants")
         if world.loading or world.unread:
             raise _Wrong(f"nothing has become of what {sorted(world.loading | world.unread)} name")
         left = core.copy()
         left.handle(StepScheduled(is_kept=False), 0)
-        if left.freeze(0) != Loads().freeze(0):
+        fresh = Loads(shares=True)
+        fresh._taken = left._taken  # is bounded, and outlives them
+        if left.freeze(0) != fresh.freeze(0):
             raise _Wrong("the core knows of requests that are over")
 
 
-def search(setting: Setting, core: Callable[[], Loads] = Loads) -> Found:
+def search(setting: Setting, core: Callable[..., Loads] = Loads) -> Found:
     """Everything within `setting`. Raises Broken with the shortest scenario."""
-    first, begun = World((ABROAD,) * len(setting.requests)), core()
+    leases = {kind.lease for kind in setting.requests if kind.lease is not None}
+    first = World((ABROAD,) * len(setting.requests), leases=(Held(),) * len(leases))
+    begun = core(shares=setting.shares)
     index: dict[Hashable, int] = {(first, begun.freeze(0)): 0}
     worlds: list[tuple[World, Loads]] = [(first, begun)]
     parents: list[tuple[int, str]] = [(-1, "")]

@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
 
 from statemachine import load
 from statemachine.kernel import Event
 from statemachine.load import AbortLoad, State
-from statemachine.loads import Allocated, Answer, Asked, Heard, Loads, Room
+from statemachine.loads import Allocated, Answer, Asked, Heard, LetGo, Loads, Room
 from tests.explore.queue import SETTINGS, Broken, Setting, search
 
 
@@ -32,10 +33,10 @@ class Watched(Loads):
         super()._step(request_id, event)
 
     def copy(self) -> Watched:
-        return _like(self, Watched())
+        return _like(self, Watched(shares=self._shares))
 
 
-def search_all(core: Callable[[], Loads]) -> None:
+def search_all(core: Callable[..., Loads]) -> None:
     for setting in SETTINGS:
         search(setting, core)
 
@@ -64,14 +65,14 @@ def broken(**methods: Callable[..., Any]) -> type[Loads]:
     made = type("BrokenLoads", (Loads,), methods)
 
     def copy(self: Loads) -> Any:
-        return _like(self, made())
+        return _like(self, made(shares=self._shares))
 
     made.copy = copy  # type: ignore[method-assign]
     return made
 
 
 def _has_enough(core: Loads, asked: Asked) -> Answer:
-    return Loads._answer(core, Asked(request_id=asked.request_id, room=Room.ENOUGH, pays=asked.pays))
+    return Loads._answer(core, msgspec.structs.replace(asked, room=Room.ENOUGH))
 
 
 def _is_never_behind(core: Loads, asked: Asked) -> Answer:
@@ -96,6 +97,13 @@ def _loads_again(core: Loads, asked: Asked) -> Answer:
     return Answer.LOAD if answer is Answer.COMPUTE and asked.request_id == "0" else answer
 
 
+def _lets_go_early(core: Loads, ended: load.Load) -> None:
+    """Although others want the lease."""
+    if ended.lease is not None and not core._shares:
+        core._effects.append(LetGo(source=ended.source))
+    Loads._let_go(core, ended)
+
+
 BROKEN = {
     "a failed load stands before those that have their blocks": broken(_answer=_is_never_behind),
     "what is kept from the pool is not looked at": broken(_answer=_has_enough),
@@ -104,6 +112,10 @@ BROKEN = {
     "loads begin beside one that lacks room": broken(_are_suspended=property(lambda core: False)),
     "who has ended is not forgotten": broken(_leave_queue=lambda core, request_id: None),
     "what is read is read once more": broken(_answer=_loads_again),
+    "samples are read side by side": broken(_is_being_read=lambda core, lease: False),
+    "what was let go of is read": broken(is_taken=lambda core, request_id: False),
+    "the first one to end lets go": broken(_let_go=_lets_go_early),
+    "nobody lets go": broken(__init__=lambda core, *, shares: Loads.__init__(core, shares=True)),
 }
 
 
@@ -115,7 +127,7 @@ def test_what_is_broken_is_found(name: str) -> None:
 
 def test_a_request_whose_id_comes_again_has_ended() -> None:
     """vLLM refuses that; nothing is left of the former one all the same."""
-    core = Loads()
+    core = Loads(shares=True)
     heard = Heard(request_id="a", source=1)
     core.handle(heard, 0)
     core.handle(Allocated(request_id="a", loads=True), 0)

@@ -57,6 +57,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 from statemachine import lending, peer
 from statemachine.failures import (
     ActorCrashed,
+    BlocksConsumed,
     ConnectionRefused,
     ConnectorStopped,
     Corrupt,
@@ -78,6 +79,7 @@ from statemachine.remote_engine import (
     EngineLimits,
     HoldAnswered,
     LeavingSaid,
+    LetGo,
     LiftQuarantine,
     LinkLost,
     MeetAsked,
@@ -142,8 +144,19 @@ CONTENTS = ("nothing", "its own KV", "foreign KV", "what nobody has lent")
 
 # A request on D: in nobody's hand, in the queue, started, or it will not come (any more).
 ABROAD, QUEUED, STARTED, OFF = range(4)
-NO_COMMAND, ANNOUNCE, START, NEED_NOTHING, ABORT = range(5)
-COMMANDS = ("", "is announced", "starts", "needs nothing", "is aborted")
+NO_COMMAND, ANNOUNCE, START, NEED_NOTHING, ABORT, LET_GO, NEED_NOTHING_AND_LET_GO, ABORT_AND_LET_GO = range(8)
+_LAST = {NEED_NOTHING: NEED_NOTHING_AND_LET_GO, ABORT: ABORT_AND_LET_GO}
+"""What is said of a request that is the last one to want its lease."""
+COMMANDS = (
+    "",
+    "is announced",
+    "starts",
+    "needs nothing",
+    "is aborted",
+    "has ended, and its lease is let go of",
+    "needs nothing, and its lease is let go of",
+    "is aborted, and its lease is let go of",
+)
 UNREPORTED, REPORTED, QUARANTINED = range(3)
 
 HOLD, RELEASE, HELD, RELEASED, HEARTBEAT, NOTIFY, LEAVING = range(7)
@@ -230,11 +243,13 @@ class Part(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """One request: where it is in the decode engine's scheduler, and its parts on the ranks."""
+    """One request: where it is in the decode engine's scheduler, and its parts on the ranks. `is_over`: the scheduler
+    knows that it has ended; it matters where leases are kept."""
 
     stage: int
     is_slow: bool
     parts: tuple[Part, ...]
+    is_over: bool = False
 
 
 class Lent(NamedTuple):
@@ -458,6 +473,8 @@ class Rules:
                 found.append(f"request {request} has not started")
             elif asked.stage == STARTED and any(part.report == UNREPORTED for part in asked.parts):
                 found.append(f"request {request} is not reported by every rank")
+            elif self.is_unheard(asked):
+                found.append(f"the scheduler has not heard of the end of request {request}")
             if any(part.command for part in asked.parts):
                 found.append(f"a rank has not heard of request {request}")
         for lease, lent in enumerate(world.leases):
@@ -482,6 +499,25 @@ class Rules:
             elif kept.leases():
                 found.append(f"{self.name(core)} has open leases in its core")
         return found
+
+    def is_unheard(self, asked: Asked) -> bool:
+        """Whether a request has ended, and the scheduler, which has its lease kept, has to hear of it."""
+        is_reported = all(part.report != UNREPORTED for part in asked.parts)
+        return self.product.keeps and asked.stage == STARTED and is_reported and not asked.is_over
+
+    def namesakes(self, requests: tuple[Asked, ...], request: int) -> list[Asked]:
+        """The requests of the same engine that name the same lease, itself included."""
+        return [
+            asked
+            for asked, of in zip(requests, self.product.requests, strict=True)
+            if of == self.product.requests[request]
+        ]
+
+    def wants(self, requests: tuple[Asked, ...], request: int) -> bool:
+        """Whether the scheduler knows of any request that wants the lease that this one names."""
+        return any(
+            asked.stage in (QUEUED, STARTED) and not asked.is_over for asked in self.namesakes(requests, request)
+        )
 
     def awaited(self, world: World) -> list[str]:
         """What has a bound, and has not ended: requests that have started, leases that were granted."""
@@ -744,6 +780,15 @@ class Rules:
                 found.append(Choice(said, 0, _of(Turn.command, request, rank)))
         if found or world.cores[engine * self.product.decode_ranks] == DEAD:
             return found
+        if self.is_unheard(asked):
+            said = f"the scheduler hears that request {request} has ended"
+            found.append(Choice(said, 0, _of(Turn.hear_end, request)))
+            if not asked.is_slow:
+                found.append(Choice(f"{said}, late", 1, _of(Turn.delay_hearing, request)))
+        was_wanted = any(each.is_over for each in self.namesakes(world.requests, request))
+        if asked.stage == ABROAD and was_wanted and not self.wants(world.requests, request):
+            # Its lease was let go of: it is computed.
+            return [Choice(f"request {request} reads nothing", 0, _of(Turn.never_come, request))]
         if asked.stage == ABROAD:
             found.append(Choice(f"request {request} is announced", 0, _of(Turn.order, request, QUEUED, ANNOUNCE)))
             found.append(Choice(f"request {request} never reaches D", 1, _of(Turn.never_come, request)))
@@ -755,7 +800,8 @@ class Rules:
             if asked.stage == QUEUED:
                 said = f"request {request} needs nothing"
                 found.append(Choice(said, 1, _of(Turn.order, request, OFF, NEED_NOTHING)))
-            if asked.stage == STARTED and any(part.report == UNREPORTED for part in asked.parts):
+            is_awaited = any(part.report == UNREPORTED for part in asked.parts)
+            if asked.stage == STARTED and is_awaited and not asked.is_over:
                 said = f"the client aborts request {request}"
                 found.append(Choice(said, 1, _of(Turn.order, request, STARTED, ABORT)))
         return found
@@ -882,7 +928,10 @@ class Rules:
             EXPECTED in world.handshakes
             or (world.leaving == LEAVES and self.may_end(world))
             or any(each.grant == EXPECTED for lent in world.leases for each in lent.ranks)
-            or any(asked.stage in (ABROAD, QUEUED) and not asked.is_slow for asked in world.requests)
+            or any(
+                not asked.is_slow and (asked.stage in (ABROAD, QUEUED) or self.is_unheard(asked))
+                for asked in world.requests
+            )
             or any(
                 read.status in (FLYING, CHECKING)
                 for asked in world.requests
@@ -1039,6 +1088,8 @@ class Turn:
         part = asked.parts[rank]
         if asked.stage != STARTED or part.report != UNREPORTED:
             raise Broken(f"invariant 2: {self._rules.name(core)} reports request {request}, which nobody awaits")
+        if self._product.keeps and isinstance(report.failure, BlocksConsumed):
+            raise Broken(f"invariant 3: {self._rules.name(core)} has let go of what request {request} wants")
         if isinstance(report.failure, ActorCrashed) and report.failure is not CRASH:
             raise Broken(f"an impossible event happens: {report.failure.error}")
         if report.failure is None:
@@ -1307,8 +1358,22 @@ class Turn:
         asked = self.requests[request]
         parts = tuple(part._replace(command=command, is_late=False, age_ns=0) for part in asked.parts)
         is_slow = asked.is_slow and stage == QUEUED
-        self.requests = _put(self.requests, request, Asked(stage, is_slow, parts))
+        is_over = self._product.keeps and command in (NEED_NOTHING, ABORT, LET_GO)
+        self.requests = _put(self.requests, request, Asked(stage, is_slow, parts, is_over))
+        if is_over and command in _LAST and not self._rules.wants(self.requests, request):
+            parts = tuple(part._replace(command=_LAST[command]) for part in parts)
+            self.requests = _put(self.requests, request, Asked(stage, is_slow, parts, is_over))
         self.command(request, 0)
+
+    def hear_end(self, request: int) -> None:
+        """All ranks have reported it. Whoever else names its lease may come now, or has come."""
+        asked = self.requests[request]
+        self.requests = _put(self.requests, request, asked._replace(is_slow=False, is_over=True))
+        if not self._rules.wants(self.requests, request):
+            self.order(request, STARTED, LET_GO)
+
+    def delay_hearing(self, request: int) -> None:
+        self.requests = _put(self.requests, request, self.requests[request]._replace(is_slow=True))
 
     def command(self, request: int, rank: int) -> None:
         part = self.requests[request].parts[rank]
@@ -1320,11 +1385,20 @@ class Turn:
         if part.command == ANNOUNCE:
             self.feed(core, Announced(request_id=request_id, lease=lease, address="host", age_ns=part.age_ns))
         elif part.command == START:
-            self.feed(core, Started(request_id=request_id, lease=lease, address="host", age_ns=part.age_ns))
-        elif part.command == NEED_NOTHING:
+            started = Started(
+                request_id=request_id,
+                lease=lease,
+                address="host",
+                age_ns=part.age_ns,
+                keeps_lease=self._product.keeps,
+            )
+            self.feed(core, started)
+        elif part.command in (NEED_NOTHING, NEED_NOTHING_AND_LET_GO):
             self.feed(core, NotNeeded(request_id=request_id, lease=lease, address="host"))
-        else:
+        elif part.command in (ABORT, ABORT_AND_LET_GO):
             self.feed(core, AbortAsked(request_id=request_id))
+        if part.command in (LET_GO, NEED_NOTHING_AND_LET_GO, ABORT_AND_LET_GO):
+            self.feed(core, LetGo(lease=lease))
 
     def delay_command(self, request: int, rank: int) -> None:
         self._set_part(request, rank, is_late=True)

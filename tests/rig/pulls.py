@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from connector.protocol import GroupPull, PeerAddress, ReleaseUnread, StartPull
+from connector.protocol import GroupPull, LetGo, PeerAddress, ReleaseUnread, StartPull
 from statemachine.lease import LeaseName
 
 _PEER = PeerAddress(engine_id="p", host="h", port=1, tp_size=1)
@@ -29,6 +29,11 @@ def pull(request_id: str, blocks: list[int]) -> StartPull:
 def release_unread(request_id: str) -> ReleaseUnread:
     """The command where nothing is read of what `pull` would read."""
     return ReleaseUnread(request_id=request_id, lease=_lease_of(request_id), peer=_PEER, age_seconds=0.0)
+
+
+def let_go(request_id: str) -> LetGo:
+    """The command when nobody wants any more what `pull` would read."""
+    return LetGo(lease=_lease_of(request_id), peer=_PEER)
 
 
 def _lease_of(request_id: str) -> LeaseName:

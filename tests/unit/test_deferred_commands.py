@@ -24,7 +24,7 @@ from connector.runtime.restarts import keep_running
 from connector.runtime.supervisor import Supervisor
 from statemachine.lease import LeaseName
 from statemachine.roster import PeerKey
-from tests.rig.pulls import pull, release_unread
+from tests.rig.pulls import let_go, pull, release_unread
 
 
 class Steps:
@@ -139,6 +139,17 @@ def test_an_abort_stays_behind_the_read_that_it_is_to_end() -> None:
     assert actors.told == [first, abort]
     actors.take(abort)
     assert actors.told[-1] == abort, "nothing of the request waits any more"
+
+
+def test_a_lease_is_let_go_of_behind_the_last_read_of_it() -> None:
+    """Otherwise it would be kept from then on, for nobody."""
+    read, abort = pull("a", [1]), AbortPull(request_id="a")
+    actors, steps = Actors(), Steps()
+    actors.take(steps.after(1, read), abort, let_go("a"), let_go("b"))
+    assert actors.told == [let_go("b")]
+    steps.over = 1
+    actors.deferred._let_through()
+    assert actors.told == [let_go("b"), read, abort, let_go("a")]
 
 
 def test_what_a_retired_actor_has_not_heard_goes_to_its_successor_before_what_waits_for_the_device() -> None:

@@ -93,15 +93,12 @@ def test_another_prompt_is_not(specs: list[KVCacheSpec], prompt: list[int]) -> N
 @FAMILIES
 @pytest.mark.parametrize("more", [[7], [7] * (BLOCK_TOKENS + 1)], ids=["a token", "a block"])
 def test_a_prompt_that_goes_on_behind_what_was_lent_is_loaded_as_far(specs: list[KVCacheSpec], more: list[int]) -> None:
-    """A router has appended the first token. So are samples of it, of which none has been given blocks before."""
-    decode, params = engine("d", *specs), lent(*specs)
-    for name in ("first", "second"):
-        decode.submit(name, [*PROMPT, *more], params)
-    decode.step()
-    for told in (decode.pull_of("first"), decode.pull_of("second")):
-        assert told.num_tokens == told.remote_num_tokens == params["remote_num_tokens"] <= len(PROMPT)
-        pages = -(-told.num_tokens // BLOCK_TOKENS)
-        assert told.groups[0].local_first + len(told.groups[0].local_block_ids) == pages
+    """A router has appended the first token."""
+    params = lent(*specs)
+    told = engine("d", *specs).load("r", [*PROMPT, *more], params)
+    assert told.num_tokens == told.remote_num_tokens == params["remote_num_tokens"] <= len(PROMPT)
+    pages = -(-told.num_tokens // BLOCK_TOKENS)
+    assert told.groups[0].local_first + len(told.groups[0].local_block_ids) == pages
 
 
 def lent_with_drafts_behind_its_end(*specs: KVCacheSpec) -> dict[str, Any] | None:
@@ -199,18 +196,18 @@ def test_each_turn_of_a_call_has_the_parameters_of_the_call() -> None:
     assert all(extra["kv_transfer_params"]["do_remote_prefill"] for _, extra in asked)
 
 
-def test_a_sample_that_comes_while_another_one_loads_is_loaded_too() -> None:
-    """The samples of a prompt come one by one, and a step may be between them. Nothing is in the cache yet."""
+@pytest.mark.parametrize("ends", [True, False], ids=["behind its end", "beside it"])
+def test_a_prompt_that_goes_on_comes_later(ends: bool) -> None:
+    """The next turn of such a call: what was lent is in the cache, or about to be, and is not read again."""
     decode, params = engine("d"), lent()
-    longer = [*PROMPT, SAMPLED_TOKEN]
-    for name in ("0_r", "1_r"):
-        pull = decode.load(name, longer, params)
-        assert pull.num_tokens == len(PROMPT)
-    for name in ("0_r", "1_r"):
-        decode.loaded(name)
-    later = [*longer, 7]
-    decode.submit("the next turn", later, params)
+    decode.load("first", [*PROMPT, SAMPLED_TOKEN], params)
+    if ends:
+        decode.loaded("first")
+    decode.submit("the next turn", [*PROMPT, SAMPLED_TOKEN, 7], params)
     decode.step()
+    if not ends:
+        decode.loaded("first")
+        decode.step()
     assert decode.is_released_unread("the next turn")
 
 

@@ -1,15 +1,30 @@
-"""Mutants of the core of a decode rank: `RemoteEngine`, and the machines request, hold and peer."""
+"""Mutants of the core of a decode rank: `RemoteEngine`, and the machines request, hold and peer; and of which samples
+read."""
 
 from __future__ import annotations
 
+from connector.runtime import deferred_commands
+from connector.scheduler.pulls import Pulls
 from statemachine import hold, peer, request
 from statemachine.deadlines import Deadlines
+from statemachine.loads import Loads
 from statemachine.remembered import Remembered
 from statemachine.remote_engine import RemoteEngine
 from statemachine.remote_engine.claims import Claim, Claims
 from statemachine.remote_engine.connections import Connections
 from tests.simulation.mutants.mutant import ByTest, Edit, Explored, Mutant, Seeds
-from tests.simulation.mutants.places import BUILTIN, CORE, ERRS_EARLY, ONE, SHARED, SIBLINGS, TWO_OF_P, within
+from tests.simulation.mutants.places import (
+    BUILTIN,
+    CORE,
+    ERRS_EARLY,
+    KEPT,
+    ONE,
+    SAMPLES,
+    SHARED,
+    SIBLINGS,
+    TWO_OF_P,
+    within,
+)
 
 # --- what a request believes ----------------------------------------------------------------------------------------
 
@@ -43,6 +58,48 @@ PROOF = (
             ),
         ),
         place=ByTest(CORE + "::test_the_read_that_completed_last_counts_whichever_is_told_last"),
+    ),
+    Mutant(
+        name="lease let go of with its last reader",
+        rule="samples share a lease",
+        broken="a lease that the scheduler has kept is released when the requests that the rank knows of have ended",
+        changes=(Edit(Claims._end_if_unwanted, "if claim.is_wanted:", "if claim.users:"),),
+        place=Explored(within(KEPT, 1), "invariant 3"),
+    ),
+    Mutant(
+        name="lease kept for good",
+        rule="samples share a lease",
+        broken="that the scheduler lets go of a lease is not heard",
+        changes=(Edit(Claims.let_go, "claim.is_kept = False", "pass"),),
+        place=Explored(within(KEPT, 1), "liveness"),
+    ),
+    Mutant(
+        name="samples side by side",
+        rule="samples share a lease",
+        broken="a sample reads beside another one whose blocks it would find in the cache",
+        changes=(Edit(Loads._answer, "self._shares and not was_taken and ", "False and "),),
+        place=ByTest(SAMPLES + "::test_one_reads_and_the_others_find_it_in_the_cache"),
+    ),
+    Mutant(
+        name="samples one after the other",
+        rule="samples share a lease",
+        broken="when the load of a sample has failed, each of the others waits for the next one",
+        changes=(Edit(Loads._answer, "self._shares and not was_taken and ", "self._shares and "),),
+        place=ByTest(SAMPLES + "::test_where_a_load_fails_the_others_try_at_once"),
+    ),
+    Mutant(
+        name="leases are not kept for samples",
+        rule="samples share a lease",
+        broken="ranks release a lease with the first READ, where each sample has to read",
+        changes=(Edit(Pulls.load, "keeps_lease=not self._groups.are_shared", "keeps_lease=False"),),
+        place=ByTest(SAMPLES + "::test_elsewhere_each_reads_until_nobody_wants_the_lease"),
+    ),
+    Mutant(
+        name="lease let go of before its READ",
+        rule="samples share a lease",
+        broken="that a lease is let go of overtakes a READ of it that waits for the device",
+        changes=(Edit(deferred_commands._subjects_of, "return request_id, lease", "return (request_id,)"),),
+        place=ByTest("tests/unit/test_deferred_commands.py::test_a_lease_is_let_go_of_behind_the_last_read_of_it"),
     ),
     Mutant(
         name="no margin",

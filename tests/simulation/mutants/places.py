@@ -11,6 +11,7 @@ from tests.simulation.mutants.mutant import fault
 ONE = Product(name="one request", restarts=True)
 TWO = Product(name="two requests", requests=((0, 0), (0, 1)), restarts=True)
 SHARED = Product(name="two requests, one lease", requests=((0, 0), (0, 0)), restarts=True)
+KEPT = Product(name="two requests, one lease that is kept", requests=((0, 0), (0, 0)), keeps=True)
 SIBLINGS = Product(name="two engines, one lease", requests=((0, 0), (1, 0)), restarts=True, dies=True)
 TWINS = Product(name="two engines of one id", requests=((0, 0), (1, 0)), twins=True)
 TWO_OF_P = Product(name="two ranks of P", prefill_ranks=2, restarts=True)
@@ -25,6 +26,7 @@ def within(product: Product, deviations: int) -> Product:
 ERRS_EARLY = (fault(Kind.READ_ERRS_EARLY, "d0>p0", 0.2, 4.0, 0.3),)
 
 CORE = "tests/unit/test_remote_engine_rules.py"
+SAMPLES = "tests/unit/test_samples.py"
 ROSTER = "tests/unit/test_roster.py"
 LENDING = "tests/unit/test_lending.py"
 LEASE = "tests/unit/test_lease_machine.py"

@@ -1,0 +1,182 @@
+"""Requests of one engine that name one lease, under vLLM's own scheduler: the samples of a prompt (`n`), which come one
+by one, with steps between them. None of them fails because another one was faster.
+
+The worker lets go of a lease with the READ that it was held for, before the scheduler hears of its end. So whoever may
+come too late for P's blocks is told apart here, and not there.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+import pytest
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
+
+from connector.protocol import AbortPull, LetGo, ReleaseUnread, StartPull
+from tests.unit.hybrid_engine import BLOCK_TOKENS, REMOTE_DECODE, HybridEngine, full, mla, state, tokens_of, window
+
+PROMPT = tokens_of(5 * BLOCK_TOKENS + 4)
+SHARED = pytest.mark.parametrize("specs", [[full()], [mla()]], ids=["full", "MLA"])
+OTHERS = pytest.mark.parametrize(
+    ("specs", "caches"),
+    [
+        ([full()], False),
+        ([full(), window(40)], True),
+        ([full(), state("none")], False),
+        ([full(), state("align")], True),
+    ],
+    ids=["no cache", "window", "state", "states that are cached"],
+)
+
+
+@pytest.fixture(autouse=True)
+def any_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the worker side can register is not the matter here."""
+    monkeypatch.setattr("connector.nixl_connector.require_supported", lambda *_: None)
+
+
+class Samples:
+    """Requests on D with the parameters of one prompt."""
+
+    def __init__(self, specs: list[Any], *, caches: bool = True, **settings: Any) -> None:
+        prefill = HybridEngine(specs, engine_id="p", caches_prefixes=caches)
+        prefill.run("a", PROMPT, REMOTE_DECODE)
+        self.params = prefill.params["a"]
+        self.decode = HybridEngine(specs, engine_id="d", caches_prefixes=caches, **settings)
+        self._numbers = count()
+
+    def come(self) -> str:
+        name = f"{next(self._numbers)}_r"
+        self.decode.submit(name, PROMPT, self.params, max_tokens=4)
+        return name
+
+    def said(self, *kinds: type) -> list[Any]:
+        return [each for each in self.decode.commands if isinstance(each, kinds)]
+
+    @property
+    def read(self) -> list[str]:
+        return [each.request_id for each in self.said(StartPull)]
+
+    @property
+    def unread(self) -> list[str]:
+        return [each.request_id for each in self.said(ReleaseUnread)]
+
+    def fail(self, name: str) -> None:
+        blocks = set(self.decode.pull_of(name).local_block_ids)
+        self.decode.step(KVConnectorOutput(finished_recving={name}, failed_recving={name}, invalid_block_ids=blocks))
+
+    def run(self) -> None:
+        for _ in range(12):
+            self.decode.step()
+
+
+@SHARED
+@pytest.mark.parametrize("steps_between", [0, 1])
+def test_one_reads_and_the_others_find_it_in_the_cache(specs: list[Any], steps_between: int) -> None:
+    samples = Samples(specs)
+    first, *others = names = [samples.come()]
+    for _ in range(3):
+        for _ in range(steps_between):
+            samples.decode.step()
+        others.append(samples.come())
+    names = [first, *others]
+    for _ in range(3):
+        samples.decode.step()
+    assert (samples.read, samples.unread) == ([first], [])
+    samples.decode.loaded(first)
+    late = samples.come()
+    samples.run()
+    assert samples.read == [first]
+    assert sorted(samples.unread) == sorted([*others, late])
+    assert set(samples.decode.finished) == {*names, late}
+    for name in (*others, late):
+        # One has to be computed in any case, and three answers follow.
+        assert samples.decode.computed[name] - 3 <= BLOCK_TOKENS, name
+    assert not samples.said(LetGo)
+
+
+@SHARED
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_where_a_load_fails_the_others_try_at_once(specs: list[Any], recomputes: bool) -> None:
+    """None of them waits for a second one: each would wait for its own deadline, one after the other."""
+    samples = Samples(specs, recomputes=recomputes)
+    first, *others = [samples.come() for _ in range(3)]
+    samples.decode.step()
+    assert samples.read == [first]
+    samples.fail(first)
+    samples.decode.step()
+    assert samples.read == [first, *others]
+
+
+@SHARED
+def test_where_the_client_of_the_first_leaves_the_others_read(specs: list[Any]) -> None:
+    samples = Samples(specs)
+    first, second = samples.come(), samples.come()
+    samples.decode.step()
+    samples.decode.scheduler.finish_requests(first, RequestStatus.FINISHED_ABORTED)
+    samples.decode.step()
+    assert [each.request_id for each in samples.said(AbortPull)] == [first]
+    assert (samples.read, samples.unread) == ([first, second], [])
+
+
+@SHARED
+def test_parameters_that_come_again_for_what_is_not_cached_are_the_ranks_matter(specs: list[Any]) -> None:
+    """A router repeats them. Whether the lease is still held, they know: if not, the load fails, as the policy says."""
+    samples = Samples(specs)
+    first = samples.come()
+    samples.decode.step()
+    samples.decode.loaded(first)
+    samples.run()
+    assert samples.decode.scheduler.reset_prefix_cache()
+    again = samples.come()
+    samples.decode.step()
+    assert samples.read == [first, again]
+
+
+@SHARED
+def test_one_that_needs_nothing_takes_nothing_from_the_others(specs: list[Any]) -> None:
+    samples = Samples(specs)
+    first, second = samples.come(), samples.come()
+    samples.decode.scheduler.finish_requests(first, RequestStatus.FINISHED_ABORTED)
+    samples.decode.step()
+    assert (samples.read, samples.unread) == ([second], [first])
+
+
+@OTHERS
+def test_elsewhere_each_reads_until_nobody_wants_the_lease(specs: list[Any], caches: bool) -> None:
+    samples = Samples(specs, caches=caches)
+    first = samples.come()
+    samples.decode.step()
+    second = samples.come()
+    samples.decode.step()
+    samples.decode.loaded(first)
+    samples.decode.step()
+    assert (samples.read, samples.unread) == ([first, second], [])
+    assert all(pull.keeps_lease for pull in samples.said(StartPull))
+    assert not samples.said(LetGo)
+    samples.decode.loaded(second)
+    samples.decode.step()
+    (told,) = samples.said(LetGo)
+    assert (told.lease, told.peer) == (samples.decode.pull_of(first).lease, samples.decode.pull_of(first).peer)
+    late = samples.come()
+    samples.run()
+    assert (samples.read, samples.unread) == ([first, second], [late])
+    assert set(samples.decode.finished) == {first, second, late}
+
+
+@OTHERS
+def test_elsewhere_one_that_waits_keeps_the_lease(specs: list[Any], caches: bool) -> None:
+    """It has got no blocks yet when the one that reads is over."""
+    samples = Samples(specs, caches=caches, blocks=18 if window(40) in specs else 12)
+    first, second = samples.come(), samples.come()
+    samples.decode.step()
+    assert samples.read == [first]
+    samples.decode.scheduler.finish_requests(first, RequestStatus.FINISHED_ABORTED)
+    samples.decode.step()
+    assert not samples.said(LetGo)
+    samples.decode.scheduler.finish_requests(second, RequestStatus.FINISHED_ABORTED)
+    samples.decode.step()
+    kinds = [type(each) for each in samples.said(StartPull, AbortPull, ReleaseUnread, LetGo)]
+    assert kinds == [StartPull, AbortPull, ReleaseUnread, LetGo]
