@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import trio
 import trio.testing
@@ -35,11 +36,14 @@ from connector.ports.nixl import (
     NixlEvent,
     NixlPort,
     PortCounts,
+    PortReadEnded,
+    ReadHandle,
 )
 from connector.ports.nixl_agent import RealNixlPort
 from connector.ports.nixl_agent import core as agent_core
 from connector.ports.nixl_agent import port as agent_port
 from connector.ports.nixl_agent import thread as agent_thread
+from connector.ports.nixl_agent.looks import IN_TURN_MAX, OLDEST_MAX
 from tests.conformance.nixl_suite import (
     BLOCK_BYTES,
     BLOCKS,
@@ -217,6 +221,59 @@ def fail_one_check(port: NixlPort) -> None:
         return state
 
     agent = inject(port, check_xfer_state=check)
+
+
+class Held:
+    """Has NIXL call all READs of a port in flight until they are let go, and counts what is asked about them.
+
+    Attributes:
+        looks: how often NIXL was asked for the state of a READ, in each look.
+        looks_at_post: how many there had been at each post.
+        found: the look in which the end of a READ was found, counted from 1.
+    """
+
+    def __init__(self, port: NixlPort) -> None:
+        assert isinstance(port, RealNixlPort)
+        self.looks: list[int] = []
+        self.looks_at_post: list[int] = []
+        self.found: dict[ReadHandle, int] = {}
+        self._port = port
+        self._asked = 0
+        self._done: list[Any] = []
+        self._failed: list[Any] = []
+        self._agent = inject(port, transfer=self._transfer, check_xfer_state=self._check)
+        self._poll_reads = port._core.poll_reads
+        port._core.poll_reads = self._look  # type: ignore[method-assign]
+
+    def _transfer(self, transfer: Any) -> str:
+        self.looks_at_post.append(len(self.looks))
+        self._agent.transfer(transfer)
+        return "PROC"
+
+    def _check(self, transfer: Any) -> Any:
+        self._asked += 1
+        if any(transfer is each for each in self._failed):
+            raise RuntimeError("a request failed, on purpose")
+        return self._agent.check_xfer_state(transfer) if any(transfer is each for each in self._done) else "PROC"
+
+    def _look(self) -> list[NixlEvent]:
+        asked = self._asked
+        events = self._poll_reads()
+        self.looks.append(self._asked - asked)
+        self.found |= {event.handle: len(self.looks) for event in events if isinstance(event, PortReadEnded)}
+        return events
+
+    async def let_go(self, done: Sequence[ReadHandle], failed: Sequence[ReadHandle] = ()) -> int:
+        """Between two looks; returns how many there were so far."""
+
+        def let_go(core: agent_core.AgentCore) -> int:
+            for handle in done:
+                self._done += [core.reads[handle].transfer, core.reads[handle].probe]
+            self._failed += [core.reads[handle].transfer for handle in failed]
+            return len(self.looks)
+
+        looks: int = await self._port._call("let_go", let_go)
+        return looks
 
 
 @asynccontextmanager
@@ -410,6 +467,76 @@ class TestRealNixlPort(NixlPortSuite):
                 await reader.connect(source.agent_metadata, run)
             assert reader.recorder.events == []
             await reader.recorder.done(await reader.post([0], [0]))
+
+        self.run(scenario)
+
+    # Many READs in flight
+
+    @pytest.mark.parametrize("reads", [64, 2048])
+    def test_what_posting_costs_does_not_grow_with_the_reads_in_flight(self, reads: int) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            reader, *_ = await reader_and_source(world)
+            port = reader.port
+            assert isinstance(port, RealNixlPort)
+            await reader.recorder.done(await reader.post([0], [0]))
+            held = Held(port)
+            gate = threading.Event()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(port._call, "wait", lambda _: _wait(gate))
+                await trio.testing.wait_all_tasks_blocked()
+                handles = [reader.order([number % BLOCKS], [number % BLOCKS]) for number in range(reads)]
+                gate.set()
+            await reader.begun(handles[-1])
+            assert max(np.diff(held.looks_at_post)) <= 1, "a look for each post, while orders wait"
+            looks = len(held.looks)
+            await reader.post([0], [0])
+            while len(held.looks) < looks + 2 * reads // IN_TURN_MAX:
+                await trio.sleep(0.001)
+            assert max(held.looks) == 1 + IN_TURN_MAX
+            assert port.counts().reads == reads + 1
+            await held.let_go(handles)
+            await reader.recorder.until(lambda: len(reader.recorder.ends()) == 1 + reads)
+            assert port.counts().reads == 1
+
+        self.run(scenario)
+
+    def test_an_end_out_of_order_and_a_failure_are_found_among_many_reads(self) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            reader, *_ = await reader_and_source(world)
+            await reader.recorder.done(await reader.post([0], [0]))
+            held = Held(reader.port)
+            handles = [reader.order([number % BLOCKS], [number % BLOCKS]) for number in range(2048)]
+            await reader.begun(handles[-1])
+            before = await held.let_go([handles[700]], failed=[handles[1500]])
+            await reader.recorder.done(handles[700])
+            await reader.recorder.failed(handles[1500], quiescent=True)
+            assert held.found.keys() == {handles[700], handles[1500]}
+            assert max(held.found.values()) <= before + 2048 // IN_TURN_MAX
+
+        self.run(scenario)
+
+    def test_a_peer_that_hangs_does_not_hide_the_ends_of_other_reads(self) -> None:
+        """Nor do the probes of READs hide those that were posted later."""
+
+        async def scenario(world: NixlWorld) -> None:
+            reader, _, _, memory = await reader_and_source(world)
+            other = await world.open_port(whole(memory))
+            name = await reader.port.add_remote_agent(other.agent_metadata)
+            run = MemoryRun(memory.ctypes.data, BLOCK_BYTES, BLOCK_BYTES, BLOCKS)
+            remote = await reader.port.prepare_remote(name, [run])
+            one, two = np.array([0], np.int32), np.array([0, 2], np.int32)
+            await reader.recorder.done(await reader.post([0], [0]))
+            await reader.recorder.done(await reader.begun(reader.order_between(reader.local, two, remote, two)))
+            held = Held(reader.port)
+            hang = [reader.order_between(reader.local, one, reader.remote, one) for _ in range(2048)]
+            of_other = [reader.order_between(reader.local, two, remote, two) for _ in range(2 * OLDEST_MAX)]
+            await reader.begun(of_other[-1])
+            before = await held.let_go(of_other)
+            for handle in of_other:
+                await reader.recorder.done(handle)
+            # Each is asked about twice, at the side of one of those that hang.
+            assert max(held.found.values()) <= before + 2 * (2 + 1)
+            assert not held.found.keys() & set(hang)
 
         self.run(scenario)
 

@@ -5,6 +5,7 @@
     call_queue  how it gets there
     thread      the loop of that thread
     core        the agent with everything that belongs to it
+    looks       which READs in flight it asks about when
     names       names of agents, as bytes and as text
 
 Why a thread of its own

@@ -54,6 +54,7 @@ from connector.ports.nixl import (
     ReadPosted,
 )
 from connector.ports.nixl_agent.calls import CLOCK, CallRefused, ReadOrdered
+from connector.ports.nixl_agent.looks import Looks
 from connector.ports.nixl_agent.names import agent_named_in, agent_text, lenient_decoding
 
 PROBE_BYTES = 8
@@ -172,6 +173,9 @@ class AgentCore:
         self.lists: dict[DescriptorListHandle, _List] = {}
         self.reads: dict[ReadHandle, _Read] = {}
         """READs in flight."""
+        self._looks = Looks()  # has the same READs
+        self.looked_at = 0
+        """READs in flight that the last poll asked about."""
         self.errored: dict[ReadHandle, _Read] = {}
         """READs that ended with an error and may still write; their handles are kept."""
         self.first_reads: dict[AgentName, Any] = {}
@@ -300,6 +304,7 @@ class AgentCore:
             raise CallRefused(f"NIXL has forgotten agent {remote_list.agent}: {error}", transport_lost=True) from None
         length_bytes = local_list.length_bytes(local_ids)
         read = self.reads[handle] = _Read(remote_list.agent, transfer, probe, length_bytes, len(local_ids))
+        self._looks.add(handle, (read.agent, False))
         try:
             state = self._agent.transfer(transfer)
         except Exception as error:
@@ -329,7 +334,7 @@ class AgentCore:
             raise CallRefused(f"NIXL does not know agent {agent}: {error}", transport_lost=True) from None
 
     def poll_reads(self) -> list[NixlEvent]:
-        """Ask for the state of every READ in flight; this also makes them progress and sends their notifications."""
+        """Ask for the state of READs in flight, of those whose turn it is; this also makes all of them progress."""
         for agent, transfer in list(self.first_reads.items()):
             try:
                 is_over = self._agent.check_xfer_state(transfer) == "DONE"
@@ -337,8 +342,14 @@ class AgentCore:
                 is_over = True
             if is_over:
                 self._forget_first_read(agent)
-        ended = [self._look_at(handle, read) for handle, read in list(self.reads.items())]
-        return [event for event in ended if event is not None]
+        self.looked_at = 0
+        ended: list[NixlEvent] = []
+        for handle in self._looks.due():
+            self.looked_at += 1
+            event = self._look_at(handle, self.reads[handle])
+            if event is not None:
+                ended.append(event)
+        return ended
 
     def _look_at(self, handle: ReadHandle, read: _Read) -> PortReadEnded | None:
         """The end of a READ, if it has one by now."""
@@ -365,6 +376,7 @@ class AgentCore:
             except Exception as error:
                 return self._end(handle, read, self.describe(error))
             if state != "DONE":
+                self._looks.move(handle, (read.agent, True))
                 return None
         # Of a READ whose post raised, some descriptors may never have been handed over: then "DONE" means less.
         return self._end(handle, read, read.post_error)
@@ -376,6 +388,7 @@ class AgentCore:
         ended_ns = CLOCK.now_ns()
         quiescent = failure is None
         del self.reads[handle]
+        self._looks.remove(handle)
         if failure is None:
             self._done.append((handle, read))
         else:

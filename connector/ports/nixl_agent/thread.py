@@ -23,7 +23,8 @@ from connector.ports.nixl_agent.calls import Call, CallRefused, Outgoing, ReadOr
 from connector.ports.nixl_agent.core import AgentCore
 
 PAUSE_READING_SECONDS_MAX = 0.0005
-"""Longest pause while READs are in flight: what a completion may go unnoticed, and P's blocks stay lent for nothing."""
+"""Longest pause while READs are in flight. Each look that does not ask about a READ which has ended lets it go
+unnoticed for so long, and P's blocks stay lent for nothing."""
 
 PAUSE_EXPECTING_SECONDS_MAX = 0.002
 """Longest pause while notifications are expected: how long blocks that a built-in engine has released stay lent. Each
@@ -40,11 +41,11 @@ PAUSE_FRACTION = 0.25
 
 POLL_WORKED_CPU_SECONDS = 0.00002
 POLL_WORKED_CPU_SECONDS_PER_READ = 0.000005
-"""A poll that computed for longer than this moved data (an empty one takes 2 us, and 1 more for each READ), so the next
-one follows at once. Waiting does not count: not for a core, and not for the interpreter."""
+"""A poll that computed for longer than this moved data (an empty one takes 2 us, and 1 more for each READ that it asks
+about), so the next one follows at once. Waiting does not count: not for a core, and not for the interpreter."""
 
 LOOK_SECONDS = 0.0002
-"""Calls that wait are run for so long before there is another look at the READs in flight."""
+"""Calls that wait are run for so long before there is another look at READs in flight."""
 
 OPEN_PROGRESS_SECONDS = 10.0
 """How often `on_wait` is told for how long the agent has been waited for."""
@@ -185,7 +186,8 @@ class AgentThread:
 
     def _serve(self, core: AgentCore) -> None:
         """One call at a time. A burst of them hides no completion for longer than one takes, and is not slowed down
-        by looks at all READs after each."""
+        by a look after each. What a look costs is bounded (`looks`), so the last of many READs is posted as quickly
+        as the first."""
         active_at = looked_at = time.monotonic()
         notifications_at = 0.0
         pause_seconds = 0.0
@@ -198,7 +200,7 @@ class AgentThread:
             started, started_cpu = time.monotonic(), time.thread_time()
             if self._close_at is not None and (not core.reads or started >= self._close_at):
                 return
-            events = core.poll_reads() if core.reads or core.first_reads else []
+            events = core.poll_reads()
             ceiling_seconds = self._pause_seconds_max(core)
             # Without READs this is what makes UCX progress: a peer may be reading from us.
             is_due = not core.reads or started >= notifications_at
@@ -210,7 +212,7 @@ class AgentThread:
             if events:
                 self._deliver(events)
                 self._tidy(core)
-            worked = cpu_seconds > POLL_WORKED_CPU_SECONDS + POLL_WORKED_CPU_SECONDS_PER_READ * len(core.reads)
+            worked = cpu_seconds > POLL_WORKED_CPU_SECONDS + POLL_WORKED_CPU_SECONDS_PER_READ * core.looked_at
             if events or worked:
                 # After a pause the caches are cold, and an empty poll takes as long: the next one will tell.
                 if events or pause_seconds < PAUSE_SECONDS_MIN:

@@ -12,6 +12,7 @@ import trio
 from connector.observe.trace_writer import TraceWriter
 from connector.ports.nixl_agent import RealNixlPort
 from connector.ports.nixl_agent.core import AgentCore
+from connector.ports.nixl_agent.looks import Looks
 from connector.ports.zmq_bridge import ZmqRequester
 from connector.runtime import connections, handshake, lease_keeper, peer_actor, restarts
 from connector.runtime.connections import Connections
@@ -822,6 +823,12 @@ PORTS = (
             "tests/conformance/test_nixl_agent.py::TestRealNixlPort::"
             "test_a_read_whose_peer_was_forgotten_may_go_on_writing"
         ),
+    ),
+    Mutant(
+        name="only the oldest READs are asked about",
+        broken="a READ that stays in flight hides the ends of all that were posted behind it",
+        changes=(Edit(Looks.due, "list(islice(self._line_of, IN_TURN_MAX))", "()"),),
+        place=ByTest("tests/unit/test_looks.py::test_every_read_is_asked_about_in_a_round"),
     ),
     Mutant(
         name="an agent without its memory",
