@@ -32,7 +32,8 @@ NIXL_HANGS_ADVICE = (
 WHAT_TO_DO: dict[str, str] = {
     # What happens to a tool as well, which may have been given the address of a decode engine, names neither P nor D.
     "AddressNotResolved": (
-        "correct the name (VLLM_NIXL_SIDE_CHANNEL_HOST on that engine), or the name service of this machine"
+        "correct the name (VLLM_NIXL_SIDE_CHANNEL_HOST on that engine), or the name service of this machine (is a "
+        "server in its /etc/resolv.conf silent?)"
     ),
     "ConnectionRefused": (
         "start that engine again if it has ended; else correct the address: VLLM_NIXL_SIDE_CHANNEL_HOST on it, and "

@@ -1,18 +1,25 @@
 """Addresses of hosts, from their names, by the system's resolver.
 
-    waiters (any number) --> a question about a name --> a thread that calls getaddrinfo
+    waiters (any number) --> what is asked about a name --> threads that call getaddrinfo
 
 A thread cannot be called back: where a name server hangs it stays as long as the resolver pleases, although its waiters
 have given up. Names come from requests, so names that hang must not keep others from being found. Hence no thread waits
-for another. All that ask for a name share the question that is under way, unless that is so old that a new one may find
-more. At most QUESTIONS_MAX are under way about names that were never found, and as many about those that were; beyond,
-a name is refused at once.
+for another. All that want a name wait for the same answer. If the thread that is to give it has been out for long, the
+next who comes sends another one, because a new question may find more. The first thread that finds something answers
+for both; that nothing was found counts only from the newest. At most QUESTIONS_MAX threads are out for names that were
+never found, and as many for those that were; beyond, a name is refused at once, unless it is being asked about already.
+
+An answer may take longer than anybody waits: the resolver gives a silent name server five seconds before it asks the
+next one. So an answer that was slow is used for a while. One that was quick is not, because the host may get another
+address at any time.
 """
 
 from __future__ import annotations
 
+import math
 import socket
 from functools import partial
+from typing import NamedTuple
 
 import trio
 
@@ -22,29 +29,46 @@ from connector.ports.side_channel import NameNotResolved
 QUESTIONS_MAX = 256
 AGAIN_SECONDS = 5.0
 """A question that is older may have been lost in an outage of the name server that is over."""
+SLOW_SECONDS = 0.25
+"""An answer that took as long may come too late for those who asked."""
+KEPT_SECONDS = 30.0
+"""How long it is used. A host that has got another address is not reached meanwhile, as with any cache of names; if
+another engine has the former one, the handshake notices."""
 FOUND_REMEMBERED_MAX = 4096
 
 
-class _Question:
-    """What a thread finds: addresses, or why there are none."""
+class _Inquiry:
+    """What is being asked about a name, until there is an answer.
 
-    def __init__(self, *, was_found: bool) -> None:
-        self.was_found = was_found
-        self.began = trio.current_time()
+    Attributes:
+        threads: sent out so far.
+        began: when the newest of them was.
+        problem: why there are no addresses.
+    """
+
+    def __init__(self) -> None:
+        self.threads = 0
+        self.began = -math.inf
         self.is_answered = trio.Event()
         self.addresses: tuple[str, ...] = ()
-        self.problem: str | None = "the question was given up"
+        self.problem = ""
+
+
+class _Found(NamedTuple):
+    addresses: tuple[str, ...]
+    until: float
+    """When they may no longer be used."""
 
 
 class HostNames:
     """Used in one trio run at a time."""
 
     def __init__(self) -> None:
-        # The newest about each name, and all whose threads have not ended.
-        self._newest: dict[str, _Question] = {}
-        self._open: set[_Question] = set()
+        self._inquiries: dict[str, _Inquiry] = {}
+        # Threads that are out, by whether the name was found before.
+        self._out = {False: 0, True: 0}
         # The names that were found last, the newest last.
-        self._found: dict[str, None] = {}
+        self._found: dict[str, _Found] = {}
 
     async def address(self, host: str, port: int) -> str:
         """The address of `host`, IPv4 if it has one (as libzmq would choose). Raises NameNotResolved.
@@ -60,44 +84,57 @@ class HostNames:
         if is_ip_address(host):
             await trio.lowlevel.checkpoint()
             return (unbracketed(host),)
-        question = self._newest.get(host)
-        if question is None or trio.current_time() - question.began >= AGAIN_SECONDS:
-            question = self._ask(host, port)
-        await question.is_answered.wait()
-        if question.problem is not None:
-            raise NameNotResolved(host, port, question.problem)
-        return question.addresses
+        found = self._found.get(host)
+        if found is not None and trio.current_time() < found.until:
+            await trio.lowlevel.checkpoint()
+            return found.addresses
+        inquiry = self._inquiry(host, port)
+        await inquiry.is_answered.wait()
+        if not inquiry.addresses:
+            raise NameNotResolved(host, port, inquiry.problem)
+        return inquiry.addresses
 
-    def _ask(self, host: str, port: int) -> _Question:
+    def _inquiry(self, host: str, port: int) -> _Inquiry:
+        """What is being asked about this name; another thread asks if that has been so for long."""
         was_found = host in self._found
-        if sum(each.was_found is was_found for each in self._open) >= QUESTIONS_MAX:
-            raise NameNotResolved(host, port, f"{QUESTIONS_MAX} questions wait for a name server that does not answer")
-        question = self._newest[host] = _Question(was_found=was_found)
-        self._open.add(question)
-        # A task of the run: the task that asks may give up, and others wait for the same answer.
-        trio.lowlevel.spawn_system_task(self._look_up, host, question)
-        return question
+        may_ask = self._out[was_found] < QUESTIONS_MAX
+        inquiry = self._inquiries.get(host)
+        if inquiry is None:
+            if not may_ask:
+                problem = f"{QUESTIONS_MAX} questions wait for a name server that does not answer"
+                raise NameNotResolved(host, port, problem)
+            inquiry = self._inquiries[host] = _Inquiry()
+        if may_ask and trio.current_time() - inquiry.began >= AGAIN_SECONDS:
+            inquiry.began = trio.current_time()
+            inquiry.threads += 1
+            self._out[was_found] += 1
+            # A task of the run: the task that asks may give up, and others wait for the same answer.
+            trio.lowlevel.spawn_system_task(partial(self._look_up, host, inquiry, inquiry.threads, was_found=was_found))
+        return inquiry
 
-    async def _look_up(self, host: str, question: _Question) -> None:
+    async def _look_up(self, host: str, inquiry: _Inquiry, number: int, *, was_found: bool) -> None:
+        began = trio.current_time()
         look_up = partial(socket.getaddrinfo, host, None, type=socket.SOCK_STREAM)
+        problem = "the question was given up"
         try:
-            # A limiter of its own: `_ask` is what limits, and nothing else in this process may wait for these.
+            # A limiter of its own: `_inquiry` is what limits, and nothing else in this process may wait for these.
             found = await trio.to_thread.run_sync(look_up, abandon_on_cancel=True, limiter=trio.CapacityLimiter(1))
             found.sort(key=lambda entry: entry[0] != socket.AF_INET)
             family = found[0][0]
-            of_family = dict.fromkeys(str(entry[4][0]) for entry in found if entry[0] == family)
-            question.addresses, question.problem = tuple(of_family), None
-            self._remember(host)
+            inquiry.addresses = tuple(dict.fromkeys(str(entry[4][0]) for entry in found if entry[0] == family))
+            self._remember(host, inquiry.addresses, is_slow=trio.current_time() - began >= SLOW_SECONDS)
         except Exception as error:  # a task of the run itself must not raise: everything would end
-            question.problem = str(error) if isinstance(error, OSError | UnicodeError) else repr(error)
+            problem = str(error) if isinstance(error, OSError | UnicodeError) else repr(error)
         finally:
-            self._open.discard(question)
-            if self._newest.get(host) is question:
-                del self._newest[host]
-            question.is_answered.set()
+            self._out[was_found] -= 1
+            if inquiry.addresses or number == inquiry.threads:
+                inquiry.problem = problem
+                if self._inquiries.get(host) is inquiry:
+                    del self._inquiries[host]
+                inquiry.is_answered.set()
 
-    def _remember(self, host: str) -> None:
+    def _remember(self, host: str, addresses: tuple[str, ...], *, is_slow: bool) -> None:
         self._found.pop(host, None)
-        self._found[host] = None
+        self._found[host] = _Found(addresses, trio.current_time() + KEPT_SECONDS) if is_slow else _Found((), -math.inf)
         if len(self._found) > FOUND_REMEMBERED_MAX:
             del self._found[next(iter(self._found))]

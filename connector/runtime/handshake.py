@@ -211,7 +211,11 @@ async def _ask(context: ActorContext, peer: PeerAddress, rank: RankId) -> tuple[
 
 def _unanswered(peer: PeerAddress, reached: Reached, timeout_seconds: float) -> Failure:
     if reached is Reached.NOTHING and not is_ip_address(peer.host):
-        error = NameNotResolved(peer.host, peer.port, f"no name server answered within {timeout_seconds:g} s")
+        said = (
+            f"no answer within {timeout_seconds:g} s: name servers are silent or slow; one that comes later counts for "
+            "the next attempt"
+        )
+        error = NameNotResolved(peer.host, peer.port, said)
         return failure_of(error, peer=peer.engine_id, address=str(peer))
     return HandshakeTimeout(
         peer=peer.engine_id, address=str(peer), timeout_seconds=timeout_seconds, detail=_REACHED_DETAIL[reached]

@@ -1,4 +1,4 @@
-"""Names that hang, in the threads of the real `trio.to_thread`: nobody else waits for them."""
+"""Names that hang or are slow, in the threads of the real `trio.to_thread`: nobody else waits for them."""
 
 from __future__ import annotations
 
@@ -107,6 +107,73 @@ def test_an_old_question_is_asked_again_for_who_comes_later(monkeypatch: pytest.
     run(test)
 
 
+def test_an_answer_that_comes_too_late_is_there_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first name server is silent: the resolver asks the second one when who asked has given up."""
+    monkeypatch.setattr(host_names, "KEPT_SECONDS", 0.5)
+
+    async def test(server: NameServer) -> None:
+        names = HostNames()
+        server.slow_seconds = 0.6
+        await given_up(names, "slow", seconds=0.5)
+        await trio.sleep(0.3)
+        for _ in range(3):
+            with trio.fail_after(0.1):
+                assert await names.address("slow", 5600) == "127.0.0.1"
+        assert server.asked["slow"] == 1
+        await trio.sleep(0.5)
+        await given_up_once_asked(names, server, "slow", times=2)
+
+    run(test)
+
+
+def test_what_was_found_at_once_is_not_kept() -> None:
+    """A host may have another address by now."""
+
+    async def test(server: NameServer) -> None:
+        names = HostNames()
+        for times in (1, 2):
+            await names.address("found", 5600)
+            assert server.asked["found"] == times
+
+    run(test)
+
+
+def test_who_asks_again_hears_what_an_older_question_has_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_names, "AGAIN_SECONDS", 0.1)
+
+    async def test(server: NameServer) -> None:
+        names, found = HostNames(), []
+
+        async def want() -> None:
+            found.append(await names.address("late", 5600))
+
+        await given_up_once_asked(names, server, "late", times=1)
+        await trio.sleep(0.1)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(want)
+            while server.asked["late"] < 2:
+                await trio.sleep(0.005)
+            server.let_go()
+        assert found == ["127.0.0.1"]
+
+    run(test)
+
+
+def test_that_a_name_is_not_known_is_heard_from_the_newest_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_names, "AGAIN_SECONDS", 0.1)
+
+    async def test(server: NameServer) -> None:
+        names = HostNames()
+        await given_up_once_asked(names, server, "lost", times=1)
+        await trio.sleep(0.1)
+        for times in (2, 3):
+            with pytest.raises(NameNotResolved, match="known"):
+                await names.address("lost", 5600)
+            assert server.asked["lost"] == times
+
+    run(test)
+
+
 def test_beyond_a_number_names_are_refused_at_once_but_not_those_that_were_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -120,6 +187,8 @@ def test_beyond_a_number_names_are_refused_at_once_but_not_those_that_were_found
                 nursery.start_soon(given_up, names, f"hang-{number}")
         with pytest.raises(NameNotResolved, match="4 questions wait for a name server"):
             await names.address("found-new", 5600)
+        monkeypatch.setattr(host_names, "AGAIN_SECONDS", 0.0)
+        await given_up(names, "hang-0")  # it is being asked about already
         assert await names.address("found-before", 5600) == "127.0.0.1"
         server.let_go()
         assert await once_there_is_room(names, "found-new") == "127.0.0.1"
