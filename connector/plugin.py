@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,9 @@ _SEVERAL = "MultiConnector"
 _VLLM_CHECK = "_verify_kv_transfer_compat"
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """All the names under which torch takes the settings of its allocator."""
+_RANK_SUFFIX = re.compile(r"_dp[0-9]{1,5}\Z")
+"""What vLLM appends to the engine id in the process of each data-parallel engine."""
+_RANK_SUFFIX_LENGTH_MAX = len("_dp99999")
 _MARK = "_checks_options_of_nixl_actor_connector"
 
 
@@ -52,6 +56,7 @@ def _check_options(vllm_config: VllmConfig, config: KVTransferConfig) -> None:
         from connector.key_files import check_key_files
         from connector.step_overlap import require_role_that_reads
 
+        _require_engine_id_for_peers(config)
         _require_no_routed_experts(vllm_config)
         _require_no_retried_steps(vllm_config)
         _require_engines_that_stay(vllm_config)
@@ -104,6 +109,26 @@ def _with_policy(child: dict[str, Any], parent: KVTransferConfig) -> dict[str, A
             policy,
         )
     return child | {name: policy}
+
+
+def _require_engine_id_for_peers(config: KVTransferConfig) -> None:
+    """Raise UnsupportedCache for an `engine_id` that other engines would refuse in each message that has it.
+
+    There has to be room for what vLLM appends later with data parallelism. It may be there already: vLLM checks
+    a configuration again where it derives another one from it.
+    """
+    from connector.wire.bounded import ID_LENGTH_MAX, IDENTIFIER_PATTERN, render_untrusted
+
+    engine_id = config.engine_id or ""
+    length_max = ID_LENGTH_MAX - _RANK_SUFFIX_LENGTH_MAX
+    if re.search(IDENTIFIER_PATTERN, engine_id) is None or len(_RANK_SUFFIX.sub("", engine_id)) > length_max:
+        from connector.unsupported import UnsupportedCache
+
+        expected = (
+            f"1 to {length_max} characters, none of them a control character, because other engines refuse any other; "
+            "leave engine_id out of --kv-transfer-config, so that each process has one of its own, or change it"
+        )
+        raise UnsupportedCache("engine_id", render_untrusted(engine_id), expected)
 
 
 def _require_no_routed_experts(vllm_config: VllmConfig) -> None:

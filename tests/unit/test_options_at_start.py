@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from vllm.config import (
     CacheConfig,
@@ -26,6 +27,7 @@ from vllm.plugins import load_general_plugins
 from connector.config import OptionError
 from connector.plugin import register
 from connector.unsupported import UnsupportedCache
+from connector.wire.bounded import Identifier
 
 WRONG: dict[str, Any] = {"kv_lease_durations": 3}
 OURS: dict[str, Any] = {
@@ -102,6 +104,22 @@ def test_the_error_is_that_of_the_option(monkeypatch: pytest.MonkeyPatch, settin
     with pytest.raises(OptionError, match="did you mean kv_lease_duration") as refused:
         VllmConfig(kv_transfer_config=KVTransferConfig(**WITH_WRONG[how]), **others)
     assert refused.value.option == "kv_lease_durations"
+
+
+@pytest.mark.parametrize("engine_id", ["", "pre\tfill", "p" * 505, "\ud800"], ids=["", "tab", "long", "surrogate"])
+@pytest.mark.parametrize("wrap", [lambda ours: ours, several], ids=["alone", "one of several"])
+def test_an_engine_id_that_no_engine_takes(wrap: Callable[[dict[str, Any]], dict[str, Any]], engine_id: str) -> None:
+    """Or the one that vLLM makes of it for a data-parallel engine."""
+    with pytest.raises(UnsupportedCache, match=r"engine_id .*leave engine_id out of --kv-transfer-config") as refused:
+        VllmConfig(kv_transfer_config=KVTransferConfig(**wrap(OURS | {"engine_id": engine_id})))
+    assert refused.value.field == "engine_id"
+    assert str(refused.value).isprintable()
+
+
+@pytest.mark.parametrize("engine_id", ["p", "p" * 504, "p" * 504 + "_dp12345"], ids=["short", "long", "of a rank"])
+def test_an_engine_id_that_engines_take(engine_id: str) -> None:
+    assert msgspec.convert(engine_id, Identifier) == engine_id
+    VllmConfig(kv_transfer_config=KVTransferConfig(**OURS, engine_id=engine_id))
 
 
 def test_options_that_contradict_each_other_and_files_that_are_missing(tmp_path: Path) -> None:
