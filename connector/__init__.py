@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["NixlActorConnector", "NixlConnector", "NixlPullConnector"]
 
+_OF_OFFLOADING_SIZE = ("OffloadingConnector", "SimpleCPUOffloadConnector", "LMCacheMPConnector")
+"""What vLLM makes of `kv_connector` for `--kv-offloading-size`. It leaves `kv_connector_module_path` as it is."""
+
 DISTRIBUTION = "nixl-actor-connector"
 
 
@@ -42,6 +45,16 @@ _require_own_statemachine()
 
 
 def __getattr__(name: str) -> Any:
+    if name in _OF_OFFLOADING_SIZE:
+        # Not an AttributeError, in whose place vLLM would raise one that names no option.
+        from connector.unsupported import UnsupportedCache
+
+        found = f"{name}, which vLLM's --kv-offloading-size and --kv-offloading-backend put in the place of this one"
+        expected = (
+            "kv_connector NixlConnector; leave these options out, and to have both write kv_connector MultiConnector "
+            "with a list of the two (docs/using.md)"
+        )
+        raise UnsupportedCache("kv_connector", found, expected)
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from connector import nixl_connector

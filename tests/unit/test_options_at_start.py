@@ -122,6 +122,18 @@ def test_an_engine_id_that_engines_take(engine_id: str) -> None:
     VllmConfig(kv_transfer_config=KVTransferConfig(**OURS, engine_id=engine_id))
 
 
+@pytest.mark.parametrize(("backend", "is_simple"), [("native", False), ("native", True), ("lmcache", False)])
+def test_an_option_of_vllm_that_puts_another_connector_in_its_place(
+    monkeypatch: pytest.MonkeyPatch, backend: str, is_simple: bool
+) -> None:
+    """vLLM keeps the module's path then. What it says itself, that a class is not in it, names no option."""
+    monkeypatch.setenv("VLLM_USE_SIMPLE_KV_OFFLOAD", str(int(is_simple)))
+    offloading = CacheConfig(kv_offloading_size=1.0, kv_offloading_backend=backend)
+    with pytest.raises(UnsupportedCache, match=r"--kv-offloading-size .*MultiConnector") as refused:
+        VllmConfig(cache_config=offloading, kv_transfer_config=KVTransferConfig(**OURS))
+    assert refused.value.field == "kv_connector"
+
+
 def test_options_that_contradict_each_other_and_files_that_are_missing(tmp_path: Path) -> None:
     a_file = tmp_path / "file"
     a_file.touch()
