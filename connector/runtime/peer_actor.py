@@ -68,7 +68,10 @@ class _Pull:
     command: StartPull
     began_ns: int
     blocks: int
+    connection: int | None = None
+    """The last one that the core wanted its blocks resolved on."""
     resolved: Resolved | None = None
+    """On that connection."""
     bytes: int | None = None
     descriptors: int | None = None
     tickets: list[int] = field(default_factory=list)
@@ -356,6 +359,7 @@ class PeerActor:
         self._connections.open(effect.address)
 
     def _resolve_blocks(self, effect: core.ResolveBlocks) -> None:
+        self._pulls[effect.request_id].connection = effect.connection
         if any(source.match is not None for source in self._connections[effect.connection].sources):
             self._connections.spawn(self._resolve_when_sums_are_known, effect)
         else:
@@ -367,12 +371,17 @@ class PeerActor:
         if pull is None or effect.connection not in self._connections:
             return  # it ended before this task began
         sources = self._connections[effect.connection].sources
+
+        def is_wanted() -> bool:
+            is_latest = self._pulls.get(effect.request_id) is pull and pull.connection == effect.connection
+            return is_latest and effect.connection in self._connections
+
         try:
             known = await self._sums.of_lease(
                 effect.connection,
                 [(source.rank, source.match) for source in sources],
                 pull.command.lease,
-                lambda: self._pulls.get(effect.request_id) is pull,
+                is_wanted,
             )
         except DecodeFailed as error:
             self.tell(core.LinkLost(connection=effect.connection, detail=str(error)))
@@ -385,8 +394,7 @@ class PeerActor:
             )
             self.tell(core.BlocksRejected(request_id=effect.request_id, failure=failure))
             return
-        is_wanted = self._pulls.get(effect.request_id) is pull and effect.connection in self._connections
-        if known is not None and is_wanted:
+        if known is not None and is_wanted():
             self.tell(self._resolve(effect, known))
 
     def _resolve(self, effect: core.ResolveBlocks, known: Sequence[KnownSums] | None) -> Event:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+import trio.testing
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.utils import gpu_sync_debug
 
@@ -20,6 +22,7 @@ from connector.layout.plan import EnginePlan
 from connector.layout.verification import SAMPLED_BLOCKS, compared, lent_blocks, lent_runs, match, spread
 from connector.nixl_connector import NixlActorConnector
 from connector.protocol import Command, LeaseGranted, Stretch
+from connector.runtime.peer_actor import PeerActor, _Pull
 from connector.runtime.thread import ActorThread
 from connector.runtime.verification import difference, known_sums, lease_sums, stretches
 from connector.step_metadata import StepMetadata
@@ -41,7 +44,9 @@ from connector.wire.control import (
 )
 from connector.worker.block_sums import BlockSums, factors
 from statemachine.lease import LeaseName
+from statemachine.remote_engine import ResolveBlocks
 from tests.rig.layouts import attention_rank, attention_shapes, plan_engine
+from tests.rig.pulls import pull
 from tests.rig.sums import factor, sum_of, sums_of
 from tests.unit.vllm_setup import allocate, attention_spec, cache_config, engine_config, single_rank, write_model
 
@@ -359,6 +364,42 @@ def test_whole_blocks_of_as_many_ranks_or_more_are_compared(tp_size: int) -> Non
 
 
 # --- on the way -------------------------------------------------------------------------------------------------------
+
+
+class Spawning(dict[int, SimpleNamespace]):
+    """Connections of an actor, by number."""
+
+    spawn: Callable[..., object]
+
+
+def test_sums_over_a_connection_that_was_given_up_resolve_nothing() -> None:
+    """It stays until READs of other requests have ended on it. Meanwhile this one is read over the next."""
+    actor, resolved = object.__new__(PeerActor), list[int]()
+    have_come = {number: trio.Event() for number in (1, 2)}
+    connections = Spawning((number, SimpleNamespace(sources=[SimpleNamespace(rank=0, match=1)])) for number in (1, 2))
+
+    async def of_lease(connection: int, *_: object) -> list[object]:
+        await have_come[connection].wait()
+        return []
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            connections.spawn = nursery.start_soon
+            for number in (1, 2):
+                actor._resolve_blocks(ResolveBlocks(request_id="a", connection=number))
+            for number in (2, 1):
+                have_come[number].set()
+                await trio.testing.wait_all_tasks_blocked()
+
+    vars(actor).update(
+        _pulls={"a": _Pull(command=pull("a", [1]), began_ns=0, blocks=1)},
+        _connections=connections,
+        _sums=SimpleNamespace(of_lease=of_lease),
+        _resolve=lambda effect, known: effect.connection,
+        tell=resolved.append,
+    )
+    trio.run(main)
+    assert resolved == [2]
 
 
 def test_sums_travel_in_parts_of_bounded_size() -> None:
