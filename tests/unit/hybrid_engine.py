@@ -107,6 +107,8 @@ class HybridEngine:
         role: vLLM's `kv_role`.
         policy: in which order vLLM's queue is served.
         drafts: tokens that a draft model proposes after a step; vLLM keeps slots for them.
+        match_tokens: where prefixes are cached (`prefix_match_unit`); None: where vLLM would. The attribute is what
+            vLLM makes of it.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class HybridEngine:
         role: str = "kv_both",
         policy: str = "fcfs",
         drafts: int = 0,
+        match_tokens: int | None = None,
     ) -> None:
         config = self.config = copy.copy(scheduling_config(BLOCK_TOKENS, MAX_MODEL_TOKENS))
         config.scheduler_config = copy.copy(config.scheduler_config)
@@ -135,6 +138,7 @@ class HybridEngine:
         config.cache_config = copy.copy(config.cache_config)
         config.cache_config.num_gpu_blocks = blocks
         config.cache_config.enable_prefix_caching = caches_prefixes
+        config.cache_config.prefix_match_unit = match_tokens
         config.cache_config.mamba_cache_mode = next(
             (spec.mamba_cache_mode for spec in specs if isinstance(spec, MambaSpec)), "none"
         )
@@ -148,13 +152,13 @@ class HybridEngine:
             kv_connector_extra_config=dict(options or {}),
         )
         self.cache_config = _cache_config(specs, blocks)
-        block_size, hash_block_size = resolve_kv_cache_block_sizes(self.cache_config, config)
+        block_size, self.match_tokens = resolve_kv_cache_block_sizes(self.cache_config, config)
         self.scheduler = (AsyncScheduler if overlaps else Scheduler)(
             vllm_config=config,
             kv_cache_config=self.cache_config,
             structured_output_manager=StructuredOutputManager(config),
             block_size=block_size,
-            hash_block_size=hash_block_size,
+            hash_block_size=self.match_tokens,
         )
         assert isinstance(self.scheduler.connector, NixlActorConnector)
         self.commands: list[Command] = []
@@ -187,7 +191,7 @@ class HybridEngine:
                 extra_args={"kv_transfer_params": params},
             ),
             pooling_params=None,
-            block_hasher=block_hasher(BLOCK_TOKENS, MAX_MODEL_TOKENS),
+            block_hasher=block_hasher(self.match_tokens, MAX_MODEL_TOKENS),
             abort_immediately=abort_immediately,
             priority=priority,
         )

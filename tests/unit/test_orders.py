@@ -2,9 +2,9 @@
 
 Requests load their KV, are lent, are computed here, or are sessions that go on; loads fail, and their blocks are
 quarantined and come back; clients leave; scheduling is paused in both of vLLM's ways, and the prefix cache is reset;
-the queue is one of priorities or not, steps overlap or not, and vLLM keeps a reserve of blocks or not. There is no
-worker: what it would report is drawn. After each step every reference to a block has an owner. In the end, when all
-that waits is reported, everything ends.
+the queue is one of priorities or not, steps overlap or not, hits in the prefix cache may end within blocks or not, and
+vLLM keeps a reserve of blocks or not. There is no worker: what it would report is drawn. After each step every
+reference to a block has an owner. In the end, when all that waits is reported, everything ends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from vllm.v1.request import Request, RequestStatus
 from connector.protocol import LeaseGranted, RejectPull, StartPull
 from connector.step_metadata import StepMetadata, WorkerReport
 from tests.unit.hybrid_engine import (
-    BLOCK_TOKENS,
     MAX_MODEL_TOKENS,
     REMOTE_DECODE,
     HybridEngine,
@@ -77,7 +76,11 @@ class Orders:
         chance = self.chance = random.Random(seed)
         family = chance.choice(list(FAMILIES))
         caches = family != "one state"
-        self.prefill = Engine(FAMILIES[family](), engine_id="p", blocks=400, caches_prefixes=caches)
+        # vLLM refuses it for a single cache group.
+        match_tokens = random.Random(f"matches {seed}").choice([None, 4, 8]) if len(FAMILIES[family]()) > 1 else None
+        self.prefill = Engine(
+            FAMILIES[family](), engine_id="p", blocks=400, caches_prefixes=caches, match_tokens=match_tokens
+        )
         self.overlaps = chance.random() < 0.5
         self.role = chance.choice(["kv_both", "kv_consumer"])
         self.has_sessions = chance.random() < 0.3
@@ -97,6 +100,7 @@ class Orders:
             role=self.role,
             batch_tokens=chance.choice([32, 64, MAX_MODEL_TOKENS]),
             policy=chance.choice(["fcfs", "priority"]),
+            match_tokens=match_tokens,
         )
         self.scheduler = self.engine.scheduler
         self.scheduler.max_num_active_reqs = chance.choice([2, 4, 8])
@@ -207,7 +211,7 @@ class Orders:
                 extra_args={"kv_transfer_params": params},
             ),
             pooling_params=None,
-            block_hasher=block_hasher(BLOCK_TOKENS, MAX_MODEL_TOKENS),
+            block_hasher=block_hasher(self.engine.match_tokens, MAX_MODEL_TOKENS),
             priority=self.chance.randint(0, 3),
             resumable=resumable,
         )
