@@ -44,6 +44,7 @@ from connector.ports.nixl_agent import core as agent_core
 from connector.ports.nixl_agent import port as agent_port
 from connector.ports.nixl_agent import thread as agent_thread
 from connector.ports.nixl_agent.looks import IN_TURN_MAX, OLDEST_MAX
+from connector.ports.nixl_agent.metadata import UCX_ADDRESS_VERSION_KNOWN
 from tests.conformance.nixl_suite import (
     BLOCK_BYTES,
     BLOCKS,
@@ -60,6 +61,7 @@ from tests.conformance.nixl_suite import (
     reader_and_source,
     whole,
 )
+from tests.conformance.ucx import in_version
 from tests.unit.log_lines import Lines, listening
 
 ROOT = Path(__file__).parents[2]
@@ -537,6 +539,30 @@ class TestRealNixlPort(NixlPortSuite):
             # Each is asked about twice, at the side of one of those that hang.
             assert max(held.found.values()) <= before + 2 * (2 + 1)
             assert not held.found.keys() & set(hang)
+
+        self.run(scenario)
+
+    # Metadata that would end the process
+
+    def test_a_ucx_address_of_an_unknown_version_is_never_given_to_nixl(self) -> None:
+        """docs/nixl.md fact 37. What is handed over is loaded as ever."""
+
+        async def scenario(world: NixlWorld) -> None:
+            reader, peer = await new_reader(world), await world.open_peer(stepwise=True)
+            given: list[bytes] = []
+
+            def add_remote_agent(metadata: bytes) -> object:
+                given.append(metadata)
+                return agent.add_remote_agent(metadata) if metadata == peer.metadata else b"harmless"
+
+            agent = inject(reader.port, add_remote_agent=add_remote_agent)
+            for version in range(UCX_ADDRESS_VERSION_KNOWN + 1, 16):
+                with pytest.raises(NixlCallFailed, match=f"its UCX address is of version {version}"):
+                    await reader.port.add_remote_agent(in_version(peer.metadata, version))
+            assert not given
+            assert reader.port.counts().remote_agents == 0
+            await reader.port.add_remote_agent(peer.metadata)
+            assert given == [peer.metadata]
 
         self.run(scenario)
 

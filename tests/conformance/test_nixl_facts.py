@@ -30,6 +30,8 @@ import numpy.typing as npt
 import psutil
 import pytest
 
+from tests.conformance.ucx import in_version
+
 ROOT = Path(__file__).parents[2]
 BLOCKS, BLOCK_BYTES = 64, 4096
 """A block is one page, so that the source can take one away."""
@@ -355,6 +357,26 @@ def test_fact_33_mangled_metadata_make_nixl_forget_an_agent_whose_reads_go_on(ov
     pair.blocks_written_while_polled(at_least=BLOCKS)
     with pytest.raises(nixl.nixlBind.nixlInvalidParamError):
         pair.agent.add_remote_agent(pair.source.metadata)
+
+
+@pytest.mark.parametrize(("version", "end"), [(0, 0), (2, -signal.SIGABRT), (15, -signal.SIGABRT)])
+def test_fact_37_an_address_of_an_unknown_version_ends_the_process(over_tcp: Pair, version: int, end: int) -> None:
+    program = "from tests.conformance.test_nixl_facts import load_on_command; load_on_command()"
+    loader = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env={**os.environ, "UCX_TLS": "tcp,self"},
+        input=base64.b64encode(in_version(over_tcp.source.metadata, version)),
+        capture_output=True,
+        check=False,
+    )
+    assert loader.returncode == end, loader.stderr
+
+
+def load_on_command() -> None:
+    """Program: loads an agent of the metadata that come."""
+    new_agent().add_remote_agent(base64.b64decode(sys.stdin.read()))
+    os._exit(0)
 
 
 @pytest.mark.timeout(300)

@@ -3,15 +3,21 @@ prefill engine does that cannot serve any more."""
 
 from __future__ import annotations
 
+import itertools
+import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
+import msgspec
 import pytest
 import trio
+import zmq
 
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.wire.handshake import decode_reply, encode_request
 from tests.actors.stranger import stranger
+from tests.conformance.ucx import in_version
 from tests.integration.house import (
     BLOCK_TOKENS,
     LEASE_SECONDS,
@@ -90,6 +96,53 @@ def test_a_sender_whose_name_is_not_text_harms_nobody(house: House, kind: str) -
         engine.wait_until_whole(_TOLERANCE)
         for each in (lent, after):
             house.traces.expect_plain_lease(each)
+
+
+class Relay(threading.Thread):
+    """A side channel that answers as the one behind it does, with other metadata of NIXL. Ends with its process."""
+
+    def __init__(self, port: int, change: Callable[[bytes], bytes]) -> None:
+        super().__init__(daemon=True)
+        self._behind, self._change = f"tcp://127.0.0.1:{port}", change
+        self._context = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        self.port = self._router.bind_to_random_port("tcp://127.0.0.1")
+
+    def run(self) -> None:
+        while True:
+            sender, empty, *question = self._router.recv_multipart()
+            with self._context.socket(zmq.DEALER) as behind:
+                behind.connect(self._behind)
+                behind.send_multipart([empty, *question])
+                _, payload, *rest = behind.recv_multipart()
+            answer: dict[str, Any] = msgspec.msgpack.decode(payload)
+            metadata = msgspec.msgpack.decode(answer["agent_metadata_bytes"])
+            metadata["agent_metadata"] = self._change(metadata["agent_metadata"])
+            answer["agent_metadata_bytes"] = msgspec.msgpack.encode(metadata)
+            self._router.send_multipart([sender, empty, msgspec.msgpack.encode(answer), *rest])
+
+
+def test_a_relay_that_changes_one_byte_of_metadata_costs_its_own_request_only(house: House) -> None:
+    """Whoever writes kv_transfer_params names the side channel that D asks (docs/nixl.md fact 37)."""
+    relay = Relay(house.prefill.options.side_channel_port, lambda metadata: in_version(metadata, 15))
+    relay.start()
+    with house.extra_engine() as engine:
+        engine.wait_ready()
+        name, tokens = "by-relay", prompt("by-relay", 70)
+        params = {**house.prefill.prefill(name, tokens), "remote_port": relay.port}
+        check_not_loaded(engine, engine.decode(name, tokens, params), tokens)
+        assert house.traces.reason("request", name) == "HandshakeRefused"
+        assert "its UCX address is of version 15" in engine.log_path.read_text()
+        deadline = time.monotonic() + _TOLERANCE
+        for number in itertools.count():
+            name = f"after-relay-{number}"
+            outcome = engine.decode(name, tokens, house.prefill.prefill(name, tokens))
+            if outcome.received:
+                break
+            assert house.traces.reason("request", name) == "PeerBackoff"
+            assert time.monotonic() < deadline
+        check_loaded(outcome, tokens)
+    house.prefill.wait_until_whole(LEASE_SECONDS + _TOLERANCE)
 
 
 def test_a_request_that_is_still_computing_cannot_be_freed_by_a_notification(house: House) -> None:

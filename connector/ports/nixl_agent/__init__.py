@@ -6,6 +6,7 @@
     thread      the loop of that thread
     core        the agent with everything that belongs to it
     looks       which READs in flight it asks about when
+    metadata    what can be read of an agent's metadata
     names       names of agents, as bytes and as text
 
 Why a thread of its own

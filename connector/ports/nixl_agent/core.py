@@ -25,6 +25,7 @@ Rules
 * Metadata that name an agent which is loaded are handed to NIXL only if they are those that it was loaded with. With
   others of the same connection NIXL would forget the agent when it comes to a mistake in them, while READs from it go
   on (docs/nixl.md fact 33); any process that answers a handshake can send those.
+* Metadata with an address of a version that UCX does not know are refused: it would end the process (fact 37).
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ from connector.ports.nixl import (
 )
 from connector.ports.nixl_agent.calls import CLOCK, CallRefused, ReadOrdered
 from connector.ports.nixl_agent.looks import Looks
-from connector.ports.nixl_agent.names import agent_named_in, agent_text, lenient_decoding
+from connector.ports.nixl_agent.metadata import UCX_ADDRESS_VERSION_KNOWN, agent_named_in, ucx_version
+from connector.ports.nixl_agent.names import agent_text, lenient_decoding
 
 PROBE_BYTES = 8
 """Bytes of a descriptor that are read where it is read a second time or only to open the connection; all of a shorter
@@ -168,6 +170,7 @@ class AgentCore:
         self._registrations.append(self._agent.register_memory([(*row, "")], memory.memory_kind, list(backends)))
         self._scratch: Any = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", [row], memory.memory_kind)
         self.metadata: bytes = bytes(self._agent.get_agent_metadata())
+        self._ucx_version_max = max(UCX_ADDRESS_VERSION_KNOWN, ucx_version(self.metadata) or 0)
         self.agents: dict[AgentName, bytes] = {}
         """With a digest of the metadata that each was loaded with."""
         self.lists: dict[DescriptorListHandle, _List] = {}
@@ -194,6 +197,11 @@ class AgentCore:
         named, digest = agent_named_in(metadata), hashlib.sha256(metadata).digest()
         if named is not None and self.agents.get(named, digest) != digest:
             raise CallRefused(f"agent {named} is loaded, with other metadata")
+        if (version := ucx_version(metadata)) is not None and version > self._ucx_version_max:
+            raise CallRefused(
+                f"its UCX address is of version {version}, and UCX of this engine knows {self._ucx_version_max} at "
+                "most; somebody has changed the metadata on their way, or its UCX is newer"
+            )
         loaded: bytes | str = self._agent.add_remote_agent(metadata)
         name = agent_text(loaded)
         if isinstance(loaded, bytes) and name.encode() != loaded:

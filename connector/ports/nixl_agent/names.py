@@ -9,10 +9,6 @@ from collections.abc import Iterator
 
 from connector.ports.nixl import AgentName
 
-_METADATA_BEGIN = b"nixlSerDes|Agent"
-_LENGTH_BYTES = 8
-"""An agent's metadata begin with this text; so many bytes with the length of the name follow, and then the name."""
-
 _thread_state = threading.local()
 
 
@@ -39,15 +35,6 @@ def _strict_but_here(error: UnicodeError) -> tuple[str | bytes, int]:
     if isinstance(error, UnicodeDecodeError) and getattr(_thread_state, "is_lenient", False):
         return codecs.backslashreplace_errors(error)
     return codecs.strict_errors(error)
-
-
-def agent_named_in(metadata: bytes) -> AgentName | None:
-    """Whose metadata these are, which NIXL writes first; None: no agent's."""
-    name_at = len(_METADATA_BEGIN) + _LENGTH_BYTES
-    if not metadata.startswith(_METADATA_BEGIN):
-        return None
-    length = int.from_bytes(metadata[len(_METADATA_BEGIN) : name_at], "little")
-    return agent_text(metadata[name_at : name_at + length])
 
 
 def agent_text(name: str | bytes) -> AgentName:
