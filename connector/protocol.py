@@ -327,7 +327,7 @@ class SumsWanted(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class WorkerStopped(msgspec.Struct, frozen=True, kw_only=True):
-    """This worker can neither read nor lend KV any more; what is open has ended, or ends at its deadline."""
+    """This worker lends no KV any more, and mostly reads none either; what is open has ended, or ends in its time."""
 
     reason: str
 

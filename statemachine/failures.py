@@ -454,6 +454,15 @@ class ConnectorStopped(Failure, frozen=True, kw_only=True):
         return f"the KV connector has stopped ({self.detail})"
 
 
+class UcxPortClosed(Failure, frozen=True, kw_only=True):
+    """UCX of this engine does not listen any more, so it lends nothing; what is connected goes on."""
+
+    detail: str
+
+    def __str__(self) -> str:
+        return f"no decode engine can connect any more that has not before, so nothing more is lent ({self.detail})"
+
+
 class MessageMalformed(Failure, frozen=True, kw_only=True):
     """A message about leases is not one: a notification, or what came on the control socket. It was ignored."""
 

@@ -109,6 +109,10 @@ WHAT_TO_DO: dict[str, str] = {
     "ConnectionCutOff": "see who that is; a firewall keeps out who has no business at the side channel",
     "NotificationsDropped": "see who floods P with notifications; leases that they were to end expire",
     "ConnectorStopped": "restart this engine, and report what its log says",
+    "UcxPortClosed": (
+        "restart this engine, and raise the hard limit of descriptors (`ulimit -Hn`), or see who uses them up "
+        "(ls -l /proc/PID/fd of the worker)"
+    ),
     "ActorCrashed": "report it with the log and the trace: it is a bug",
     NO_PARAMETERS: (
         "have the router put kv_transfer_params of P's answer, unchanged, into what it sends to D; a P that drains or "

@@ -28,6 +28,7 @@ from statemachine.failures import (
     LeaseExpired,
     MessageMalformed,
     NotificationsDropped,
+    UcxPortClosed,
 )
 from statemachine.kernel import Machine
 
@@ -101,7 +102,15 @@ def kinds(failure: type[Failure] = Failure) -> Iterator[str]:
 
 
 _SAID_ONLY = {
-    each.__name__ for each in (MessageMalformed, NotificationsDropped, ConnectionCutOff, ConsumerUnknown, LeaseExpired)
+    each.__name__
+    for each in (
+        MessageMalformed,
+        NotificationsDropped,
+        ConnectionCutOff,
+        ConsumerUnknown,
+        LeaseExpired,
+        UcxPortClosed,
+    )
 }
 """Failures that the engine which lends logs, and that end no request and no connection."""
 
@@ -305,7 +314,7 @@ UP = Metric(
     name=f"{PREFIX}up",
     kind="gauge",
     documentation="1 while every rank can read and lend KV; 0 when the actors of one have died, its NIXL agent is "
-    "broken, or the handshake listener has died. Restart the engine then.",
+    "broken, its UCX has closed its port, or the handshake listener has died. Restart the engine then.",
     side="both",
 )
 DRAINING = Metric(

@@ -27,6 +27,7 @@ Contract (each line is a test of the suite)
   raise.
 * Cancelling an async method never loses the effect of the call: it either never started or its result is disposed of.
 * A sender whose name cannot be decoded does not end the port. `PortCounts.notification_polls_lost` counts what it cost.
+* An agent at which peers cannot connect any more says so once (`ListenerLost`), within seconds. All else goes on.
 * `aclose` waits for READs in flight at most `grace_seconds`, then closes anyway. It returns the handles of all READs
   that may still write: those in flight and those that errored and are not known to be over. Memory named by them must
   not be reused by the process.
@@ -131,7 +132,14 @@ class PortBroken(msgspec.Struct, frozen=True):
     error: str
 
 
-NixlEvent: TypeAlias = ReadPosted | PortReadEnded | ReadMeasured | NotificationReceived | PortBroken
+class ListenerLost(msgspec.Struct, frozen=True):
+    """No peer can connect to this agent any more that has not before. What is connected goes on, and so does the port.
+    Comes once."""
+
+    error: str
+
+
+NixlEvent: TypeAlias = ReadPosted | PortReadEnded | ReadMeasured | NotificationReceived | ListenerLost | PortBroken
 
 
 class NixlCallFailed(Exception):

@@ -47,6 +47,24 @@ def waiting(listener: int) -> int:
     return _tcp_info(listener, _WAITING)
 
 
+def listening_port(descriptor: int) -> int:
+    """The port at which it listens; 0: it is no listener of TCP."""
+    try:
+        listener = socket.socket(fileno=descriptor)
+    except OSError:
+        return 0
+    if listener.family not in (socket.AF_INET, socket.AF_INET6):
+        listener.detach()
+        return 0
+
+    def port(listener: socket.socket) -> int:
+        if not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return 0
+        return int(listener.getsockname()[1])
+
+    return _asked(listener, port, 0)
+
+
 def peer_address(descriptor: int) -> str:
     """Numeric; empty when the connection has ended already."""
     try:

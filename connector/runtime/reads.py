@@ -26,6 +26,7 @@ from connector.ports.nixl import (
     AgentName,
     DescriptorIds,
     DescriptorListHandle,
+    ListenerLost,
     MemoryRun,
     NixlCallFailed,
     NixlEvent,
@@ -92,6 +93,7 @@ class Reads:
     Args:
         figures: where READs that failed are counted.
         on_notification: called with each notification (untrusted bytes).
+        on_unreachable: called once when nobody can connect to the port any more who has not before.
         on_broken: called once when the port is gone for good.
         log_crash: writes a line with a traceback: what raised it, what it raised.
         descriptors_ahead_max: of all orders that the port was given and has not come to.
@@ -105,6 +107,7 @@ class Reads:
         figures: Figures,
         emit: Callable[[WorkerEvent], None],
         on_notification: Callable[[NotificationReceived], None],
+        on_unreachable: Callable[[str], None],
         on_broken: Callable[[str], None],
         log_crash: Callable[[str, BaseException], None],
         descriptors_ahead_max: int = DESCRIPTORS_AHEAD_MAX,
@@ -115,6 +118,7 @@ class Reads:
         self._clock = clock
         self._emit = emit
         self._on_notification = on_notification
+        self._on_unreachable = on_unreachable
         self._on_broken = on_broken
         self._log_crash = log_crash
         # The orders of each request, in the order of their turns; never empty.
@@ -285,6 +289,8 @@ class Reads:
                     self._emit(event)
                 case NotificationReceived():
                     self._on_notification(event)
+                case ListenerLost():
+                    self._on_unreachable(event.error)
                 case PortBroken():
                     self._on_broken(event.error)
         except Exception as error:

@@ -61,7 +61,7 @@ from connector.wire.administration import Meet, MeetReport
 from connector.wire.inspection import EngineFacts
 from statemachine import remote_engine as core
 from statemachine import roster
-from statemachine.failures import ActorCrashed, ConnectorStopped
+from statemachine.failures import ActorCrashed, ConnectorStopped, UcxPortClosed
 from statemachine.kernel import Event
 from statemachine.quarantine import limit_of
 from statemachine.roster import PeerKey, Roster
@@ -103,6 +103,7 @@ class Supervisor:
             figures=worker.figures,
             emit=worker.emit,
             on_notification=self._route_notification,
+            on_unreachable=self._stop_lending,
             on_broken=self._stop_everything,
             log_crash=worker.log_crash,
             descriptors_ahead_max=descriptors_ahead_max,
@@ -145,6 +146,7 @@ class Supervisor:
         )
         self._deferred = DeferredCommands(self._deliver_now, self._on_device_failed)
         self._stopped: ConnectorStopped | None = None
+        self._unreachable: UcxPortClosed | None = None
         self._inspector = Inspector(
             facts=facts,
             context=self._context,
@@ -153,7 +155,7 @@ class Supervisor:
             lease_keeper=self._lease_keeper,
             control=control,
             deferred=self._deferred,
-            stopped=lambda: self._stopped.detail if self._stopped is not None else None,
+            stopped=self._why_stopped,
         )
         self._is_warm = is_warm
         self._introduces = False
@@ -205,6 +207,17 @@ class Supervisor:
             actor.end(self._stopped)
         self._close_roster()
         await self._reads.release_local_lists()
+
+    def _why_stopped(self) -> str | None:
+        """Why nothing is lent any more, for tools; None: it is."""
+        failure = self._stopped or self._unreachable
+        return failure.detail if failure is not None else None
+
+    def _stop_lending(self, detail: str) -> None:
+        """Nobody can connect any more who has not before. Those who have read on, and so does this engine."""
+        self._unreachable = UcxPortClosed(detail=detail)
+        self._context.log_failure("connector", self._unreachable)
+        self._context.emit(WorkerStopped(reason=detail))
 
     def _stop_everything(self, detail: str) -> None:
         if self._stopped is not None:

@@ -70,6 +70,7 @@ from connector.worker.block_sums import BlockSums
 from connector.worker.cache_memory import CacheMemory, scratch_beside
 from connector.worker.control_socket import control_port, listening_host, open_control_socket
 from connector.worker.cpu_attention import packed_blocks
+from connector.worker.descriptor_limit import raise_descriptor_limit
 from connector.worker.device_stream import make_current
 from connector.worker.engine_facts import engine_facts
 from connector.worker.finishing import Finishing, run_at_once, run_on
@@ -198,6 +199,7 @@ class ConnectorWorker:
         ):
             self._fence = StepFence(end_of_steps)
         self._trace = self._make_trace(layout.engine_id, place.number)
+        raise_descriptor_limit()
         nixl_port = self._nixl_port = RealNixlPort.open(
             uuid.uuid4().hex,
             registration.ranges,
@@ -208,6 +210,7 @@ class ConnectorWorker:
             if layout.memory_kind == "VRAM"
             else None,
             owner=tuple(registered.values()),
+            is_read_from=self._role != "kv_consumer" or self._options.bidirectional_kv_xfer,
             # Without a current device UCX finds no CUDA context and does without NVLink.
             prepare_thread=lambda: make_current(device),
             timeout_seconds=self._options.registration_timeout_seconds,

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import re
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,10 +15,10 @@ import trio
 from connector.config import ConnectorOptions
 from connector.observe.advice import WHAT_TO_DO
 from connector.ports.host_names import HostNames
-from connector.ports.nixl import PortBroken
+from connector.ports.nixl import ListenerLost, PortBroken
 from connector.ports.nixl_agent import RealNixlPort
 from connector.ports.zmq_bridge import ZmqSideChannel
-from connector.protocol import AbortPull, PeerAddress, ReceiveEnded, RejectPull, TrackLease
+from connector.protocol import AbortPull, PeerAddress, ReceiveEnded, RejectPull, TrackLease, WorkerStopped
 from connector.runtime import peer_actor
 from connector.wire.identity import KvIdentity, LayerIdentity
 from statemachine.failures import BadParams, Failure
@@ -615,6 +616,23 @@ def test_a_worker_that_stops_fails_what_is_open_at_once() -> None:
                 await until(lambda: d.trace.path("peer", "dead") == ["idle", "handshaking"])
                 d.port.on_event(PortBroken("injected"))
                 assert (await failure_of(d, "a")).kind == "ConnectorStopped"
+
+    run(test)
+
+
+def test_a_worker_that_nobody_can_connect_to_says_so_and_serves_who_is_connected() -> None:
+    async def test() -> None:
+        async with engine("p", serves=True) as p, engine("d") as d:
+            p.memory[:, 1, :] = 7
+            for number, name in enumerate(("before", "after")):
+                p.lend(f"remote-{name}")
+                d.pull(name, p, [2 + number], [1], remote_request_id=f"remote-{name}")
+                assert (await until(partial(d.received, name))).failure is None
+                if name == "before":
+                    p.port.on_event(ListenerLost("injected"))
+            assert [failure.kind for _, failure in p.failures] == ["UcxPortClosed"]
+            assert [event.reason for event in p.events if isinstance(event, WorkerStopped)] == ["injected"]
+            assert (d.blocks([2, 3]) == 7).all()
 
     run(test)
 

@@ -29,6 +29,7 @@ from connector.ports.nixl import (
     AgentName,
     DescriptorIds,
     DescriptorListHandle,
+    ListenerLost,
     MemoryRange,
     MemoryRun,
     NixlCallFailed,
@@ -98,6 +99,10 @@ class NixlWorld(ABC):
     @abstractmethod
     async def forget_agent(self, port: NixlPort, name: AgentName) -> None:
         """Have what is behind the port drop what it knows of an agent, which nobody asked for."""
+
+    @abstractmethod
+    async def lose_listener(self, port: NixlPort) -> None:
+        """Close one of the sockets at which peers connect to the agent of this port."""
 
     @abstractmethod
     async def break_port(self, port: NixlPort) -> None:
@@ -939,6 +944,21 @@ class NixlPortSuite(ABC):
                 await reader.port.aclose(1000)
             assert impatient.cancelled_caught
             assert await reader.port.aclose(1000) == [handle]
+
+        self.run(scenario)
+
+    def test_an_agent_that_nobody_can_connect_to_says_so_once_and_goes_on(self) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            reader, source, recorder, _ = await reader_and_source(world)
+            await reader.recorder.done(await reader.post([0], [0]))
+            await world.lose_listener(source)
+            await recorder.until(lambda: any(isinstance(event, ListenerLost) for event in recorder.events))
+            await reader.recorder.done(await reader.post([1, 3], [1, 3]))
+            await reader.port.send_notification(source.agent_name, b"goes on")
+            await recorder.until(lambda: recorder.notifications() == [(reader.port.agent_name, b"goes on")])
+            await trio.sleep(2)
+            assert sum(isinstance(event, ListenerLost) for event in recorder.events) == 1
+            assert not any(isinstance(event, ListenerLost | PortBroken) for event in reader.recorder.events)
 
         self.run(scenario)
 

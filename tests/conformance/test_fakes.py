@@ -123,6 +123,11 @@ class FakeWorld(NixlWorld):
         await trio.lowlevel.checkpoint()
         self.rules.erring.add(port.agent_name)
 
+    async def lose_listener(self, port: NixlPort) -> None:
+        assert isinstance(port, FakeNixlPort)
+        await trio.lowlevel.checkpoint()
+        port.lose_listener()
+
     async def break_port(self, port: NixlPort) -> None:
         assert isinstance(port, FakeNixlPort)
         await trio.lowlevel.checkpoint()

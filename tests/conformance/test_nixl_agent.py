@@ -171,6 +171,11 @@ class RealWorld(NixlWorld):
     async def fail_next_read_early(self, port: NixlPort) -> None:
         fail_one_check(port)
 
+    async def lose_listener(self, port: NixlPort) -> None:
+        assert isinstance(port, RealNixlPort)
+        with open(os.devnull) as nothing:
+            os.dup2(nothing.fileno(), port._core.listeners[0].descriptor)
+
     async def break_port(self, port: NixlPort) -> None:
         assert isinstance(port, RealNixlPort)
         port._core.poll_notifications = _fail  # type: ignore[method-assign]
@@ -469,6 +474,18 @@ class TestRealNixlPort(NixlPortSuite):
                 await reader.connect(source.agent_metadata, run)
             assert reader.recorder.events == []
             await reader.recorder.done(await reader.post([0], [0]))
+
+        self.run(scenario)
+
+    def test_an_agent_that_nobody_reads_from_does_without_its_listeners(self) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            memory, _ = new_memory()
+            port = RealNixlPort.open(f"port-{uuid.uuid4()}", whole(memory), is_read_from=False)
+            recorder = Recorder(port)
+            await world.lose_listener(port)
+            await trio.sleep(2 * agent_port.LOOKED_AT_SECONDS)
+            assert recorder.events == []
+            await port.aclose(0)
 
         self.run(scenario)
 

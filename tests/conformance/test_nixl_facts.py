@@ -16,7 +16,10 @@ import importlib
 import json
 import mmap
 import os
+import resource
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -27,16 +30,20 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import psutil
 import pytest
 
-from tests.conformance.ucx import in_version
+from tests.conformance.ucx import in_version, listens
 
 ROOT = Path(__file__).parents[2]
 BLOCKS, BLOCK_BYTES = 64, 4096
 """A block is one page, so that the source can take one away."""
 
 WAIT_SECONDS = 20.0
+
+UCX_TCP_MAGIC = 0xCAFEBABE12345678
+"""What UCX begins a connection over TCP with."""
+UCP_WIREUP_MESSAGE, UCP_WIREUP_HEADER_BYTES = 1, 18
+"""The kind of message with which UCX makes connections; an address comes after its header."""
 
 nixl: Any = importlib.import_module("nixl._api")
 NotFound = nixl.nixlBind.nixlNotFoundError
@@ -379,6 +386,29 @@ def load_on_command() -> None:
     os._exit(0)
 
 
+def test_fact_38_ucx_listens_no_more_once_it_had_no_descriptor_for_a_connection(over_tcp: Pair) -> None:
+    source = over_tcp.source.process.pid
+    ports = listens(source)
+    soft, hard = resource.prlimit(source, resource.RLIMIT_NOFILE)
+    resource.prlimit(source, resource.RLIMIT_NOFILE, (3, hard))
+    with socket.create_connection(ports[0]):
+        until(lambda: listens(source) == ports[1:])
+    resource.prlimit(source, resource.RLIMIT_NOFILE, (soft, hard))
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(ports[0])
+    over_tcp.read(ids(1))  # what is connected goes on
+
+
+def test_fact_39_a_message_of_a_stranger_may_end_the_process(over_tcp: Pair) -> None:
+    """What somebody sends who knows nothing but the port: UCX's greeting, which is the same in all processes, and a
+    message that opens a connection, with an address of an unknown version (fact 37)."""
+    source = over_tcp.source.process
+    message = bytes(UCP_WIREUP_HEADER_BYTES).ljust(100, b"\xff")
+    with socket.create_connection(listens(source.pid)[0]) as stranger:
+        stranger.sendall(struct.pack("<QBI", UCX_TCP_MAGIC, UCP_WIREUP_MESSAGE, len(message)) + message)
+        assert source.wait(WAIT_SECONDS) == -signal.SIGABRT
+
+
 @pytest.mark.timeout(300)
 def test_fact_29_over_tcp_a_reader_that_is_killed_may_take_its_source_along() -> None:
     """Whether it does depends on how far the source has come when it hears of the reader's end."""
@@ -520,14 +550,13 @@ def test_fact_31_the_ports_of_ucx_can_be_bounded(transports: str | None) -> None
         environment["UCX_TLS"] = transports
     source = Source(environment)
     try:
-        connections = psutil.Process(source.process.pid).net_connections("tcp")
-        listens = {each.laddr for each in connections if each.status == psutil.CONN_LISTEN}
+        addresses = listens(source.process.pid)
     finally:
         source.process.kill()
         source.process.wait()
-    assert listens
-    assert len({each.ip for each in listens}) == len(listens), "one for each interface"
-    assert {each.port for each in listens} <= set(ports)
+    assert addresses
+    assert len({ip for ip, _ in addresses}) == len(addresses), "one for each interface"
+    assert {port for _, port in addresses} <= set(ports)
 
 
 # --- descriptors ----------------------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
-"""Where UCX's address stands in an agent's metadata; found without the product's parser."""
+"""What can be seen of UCX from outside, found without the product's code."""
 
 from __future__ import annotations
+
+import psutil
 
 BEFORE_ADDRESS = b"UCX|c"
 LENGTH_BYTES = 8
@@ -12,3 +14,15 @@ def in_version(metadata: bytes, version: int) -> bytes:
     at = metadata.index(BEFORE_ADDRESS) + len(BEFORE_ADDRESS) + LENGTH_BYTES
     changed[at] = changed[at] & 0xF0 | version
     return bytes(changed)
+
+
+def listens(pid: int) -> list[tuple[str, int]]:
+    """Addresses at which a process listens."""
+    connections = psutil.Process(pid).net_connections("tcp")
+    return sorted((each.laddr.ip, each.laddr.port) for each in connections if each.status == psutil.CONN_LISTEN)
+
+
+def names(metadata: bytes, port: int) -> bool:
+    """Whether UCX's address tells peers of this port. Others of a process are vLLM's, some of which end it when they
+    hear a stranger."""
+    return any(bytes([length, *port.to_bytes(2, "big")]) in metadata for length in (0x02, 0x82))

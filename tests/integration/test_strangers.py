@@ -4,6 +4,8 @@ prefill engine does that cannot serve any more."""
 from __future__ import annotations
 
 import itertools
+import resource
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +19,7 @@ import zmq
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.wire.handshake import decode_reply, encode_request
 from tests.actors.stranger import stranger
-from tests.conformance.ucx import in_version
+from tests.conformance.ucx import in_version, listens, names
 from tests.integration.house import (
     BLOCK_TOKENS,
     LEASE_SECONDS,
@@ -57,6 +59,13 @@ def agent_metadata(engine: EngineRig) -> bytes:
         return bytes(reply.metadata.agent_metadata)
 
     return trio.run(main)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _TOLERANCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 NAMES = {"two bytes": b"\xff\xfe", "in text": b"stranger-\xc3(", "long": b"\x80" * 60}
@@ -224,6 +233,37 @@ def test_a_decode_engine_is_told_at_once_that_the_actors_of_a_prefill_engine_die
         assert outcome.output_token_ids == expected_output(tokens, 2)
         assert outcome.receive_failed
         house.expect_failed_by_no_time_limit("lent-before-death")
+
+
+def test_a_prefill_engine_that_ucx_has_closed_a_port_of_lends_nothing_any_more(house: House) -> None:
+    """A connection for which P has no descriptor left (docs/nixl.md fact 38). Who was connected before reads on; others
+    are told why they cannot be."""
+    with house.extra_engine() as engine:
+        engine.wait_ready()
+        pid = engine.process_id
+        tokens = {name: prompt(name, 70) for name in ("connects", "lent-before", "not-lent")}
+        params = {name: engine.prefill(name, tokens[name]) for name in ("connects", "lent-before")}
+        check_loaded(house.decode.decode("connects", tokens["connects"], params["connects"], 2), tokens["connects"], 2)
+        at = next(each for each in listens(pid) if names(agent_metadata(engine), each[1]))
+        soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, hard))
+        with socket.create_connection(at):
+            wait_until(lambda: at not in listens(pid))
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
+        wait_until(lambda: "UcxPortClosed: connector: no decode engine can connect" in engine.log_path.read_text())
+        name = "lent-before"
+        check_loaded(house.decode.decode(name, tokens[name], params[name], 2), tokens[name], 2)
+        engine.decode("step", prompt("step", 10), None)
+        name = "not-lent"
+        engine.submit(RequestSpec(name, tokens[name], kv_transfer_params=dict(WISH)))
+        assert engine.wait(name).kv_transfer_params is None
+        name = "lent-before"
+        check_not_loaded(
+            house.recompute, house.recompute.decode("refused", tokens[name], params[name], 2), tokens[name]
+        )
+        assert house.traces.reason("request", "refused") == "HandshakeRefused"
+        assert f"UCX has closed its TCP port {at[1]}" in house.recompute.log_path.read_text()
+        assert engine.log_path.read_text().count("a worker serves no KV any more") == 1
 
 
 @pytest.mark.parametrize("name", ["HB:odd", "odd,with,commas", "odd:7"])

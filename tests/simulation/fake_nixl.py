@@ -45,6 +45,7 @@ from connector.ports.nixl import (
     AgentName,
     DescriptorIds,
     DescriptorListHandle,
+    ListenerLost,
     MemoryKind,
     MemoryRange,
     MemoryRun,
@@ -498,6 +499,11 @@ class FakeNixlPort:
         self._close()
         self._is_closing = True
         self._events.append(PortBroken(error))
+        self._world.agenda.after(0.0, self._announce)
+
+    def lose_listener(self) -> None:
+        """Nobody can connect any more who has not before."""
+        self._events.append(ListenerLost("its port was closed, on purpose"))
         self._world.agenda.after(0.0, self._announce)
 
     def lose_memory(self, address: int, length_bytes: int) -> None:

@@ -50,6 +50,7 @@ EXAMPLES: list[Failure] = [
     failures.RequestIdInQuarantine(blocks=3),
     failures.ActorCrashed(actor="peer actor of prefill-7", error="KeyError('x')"),
     failures.ConnectorStopped(detail="engine shutdown"),
+    failures.UcxPortClosed(detail="UCX has closed its TCP port 40123"),
     failures.MessageMalformed(sender="decode-1", detail="not UTF-8"),
     failures.NotificationsDropped(dropped=512),
     failures.ConnectionCutOff(sender="10.1.2.9", why="a message without end"),

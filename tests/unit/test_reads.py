@@ -67,6 +67,7 @@ def reads_of(port: Any, log_crash: Callable[..., None] = nothing) -> Reads:
         figures=Figures(),
         emit=nothing,
         on_notification=nothing,
+        on_unreachable=nothing,
         on_broken=nothing,
         log_crash=log_crash,
     )

@@ -5,6 +5,7 @@
     call_queue  how it gets there
     thread      the loop of that thread
     core        the agent with everything that belongs to it
+    listeners   at which UCX is connected to
     looks       which READs in flight it asks about when
     metadata    what can be read of an agent's metadata
     names       names of agents, as bytes and as text

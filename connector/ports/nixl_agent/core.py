@@ -54,9 +54,10 @@ from connector.ports.nixl import (
     ReadMeasured,
     ReadPosted,
 )
+from connector.ports.nixl_agent import listeners
 from connector.ports.nixl_agent.calls import CLOCK, CallRefused, ReadOrdered
 from connector.ports.nixl_agent.looks import Looks
-from connector.ports.nixl_agent.metadata import UCX_ADDRESS_VERSION_KNOWN, agent_named_in, ucx_version
+from connector.ports.nixl_agent.metadata import UCX_ADDRESS_VERSION_KNOWN, agent_named_in, ucx_address_in, ucx_version
 from connector.ports.nixl_agent.names import agent_text, lenient_decoding
 
 PROBE_BYTES = 8
@@ -154,6 +155,7 @@ class AgentCore:
             # The backend's threads use the agent too, and NIXL guards nothing by default (docs/nixl.md fact 20).
             sync_mode=self._nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW if num_threads > 0 else None,
         )
+        listening = listeners.listening()
         self._agent = self._nixl.nixl_agent(agent_name, config)
         missing = [backend for backend in backends if backend not in self._agent.backends]
         if missing:
@@ -170,6 +172,8 @@ class AgentCore:
         self._registrations.append(self._agent.register_memory([(*row, "")], memory.memory_kind, list(backends)))
         self._scratch: Any = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", [row], memory.memory_kind)
         self.metadata: bytes = bytes(self._agent.get_agent_metadata())
+        self.listeners = listeners.of_agent(listening, ucx_address_in(self.metadata))
+        """At which other engines connect to it."""
         self._ucx_version_max = max(UCX_ADDRESS_VERSION_KNOWN, ucx_version(self.metadata) or 0)
         self.agents: dict[AgentName, bytes] = {}
         """With a digest of the metadata that each was loaded with."""

@@ -38,6 +38,7 @@ from connector.ports.nixl import (
     AgentName,
     DescriptorIds,
     DescriptorListHandle,
+    ListenerLost,
     MemoryRange,
     MemoryRun,
     NixlCallFailed,
@@ -47,6 +48,7 @@ from connector.ports.nixl import (
     PortCounts,
     ReadHandle,
 )
+from connector.ports.nixl_agent import listeners
 from connector.ports.nixl_agent.calls import Call, CallRefused, Outgoing, ReadOrdered, ThreadEnded
 from connector.ports.nixl_agent.core import AgentCore, Scratch
 from connector.ports.nixl_agent.thread import AgentThread
@@ -62,6 +64,11 @@ whole process it has not come round either, when it is looked at for the first t
 LOOKS_UNTIL_LATE = 3
 """A call of NIXL that outlasts so many looks is late."""
 
+_LISTENER_LOST = (
+    "UCX has closed its TCP port {}, as it does when the process has no descriptor left (`ulimit -n`) for an engine "
+    "that connects"
+)
+
 TEARDOWN_SECONDS_MAX = 10.0
 """How long `aclose` waits, after the grace, for a thread that may be stuck inside a NIXL call."""
 
@@ -72,8 +79,9 @@ class RealNixlPort:
     `set_event_callback` (or the first async call) ties the port to the trio run that it is called in.
     """
 
-    def __init__(self, agent_name: AgentName) -> None:
+    def __init__(self, agent_name: AgentName, *, is_read_from: bool) -> None:
         self._agent_name = agent_name
+        self._is_read_from = is_read_from
         self._handles = itertools.count(1)
         self._mailbox: ThreadMailbox[Outgoing] = ThreadMailbox(self._take, self._note_error)
         self._token: trio.lowlevel.TrioToken | None = None
@@ -100,6 +108,7 @@ class RealNixlPort:
         package: str = "nixl",
         scratch: Scratch | None = None,
         owner: object = None,
+        is_read_from: bool = True,
         prepare_thread: Callable[[], None] | None = None,
         timeout_seconds: float = OPEN_SECONDS_MAX,
         on_wait: Callable[[float], None] = lambda seconds: None,
@@ -109,11 +118,12 @@ class RealNixlPort:
         `package` is NIXL's own name, which is another one in its wheel for ROCm. `scratch` is for the first READ from
         each peer with memory of that kind; None: on the host. `owner` is what keeps the memory of `ranges`; it lives
         until the agent is gone, which is until the process ends where a READ may still write. `num_threads` is for back
-        ends other than UCX (0: none; otherwise NIXL locks its own state, too). `prepare_thread` runs on the agent's
+        ends other than UCX (0: none; otherwise NIXL locks its own state, too). `is_read_from`: peers connect to it,
+        so `ListenerLost` is of interest. `prepare_thread` runs on the agent's
         thread first: for VRAM it must make the device current, or UCX finds no CUDA context and does without NVLink.
         `on_wait` is told from time to time how many seconds it has taken so far. Raises NixlCallFailed.
         """
-        port = cls(agent_name)
+        port = cls(agent_name, is_read_from=is_read_from)
 
         def make_core() -> AgentCore:
             if prepare_thread is not None:
@@ -271,8 +281,13 @@ class RealNixlPort:
         """Until the thread has ended. A task of the run itself: the owner of the port need not know of it."""
         notice = HangNotice(self._thread.name, "calls of NIXL", NIXL_HANGS)
         turns, looks = self._thread.turns, 0
+        watched = self._core.listeners if self._is_read_from else ()
         while not self._thread.ended:
             await trio.sleep(LOOKED_AT_SECONDS)
+            # In this order: they also go when the agent is taken apart, but not before the thread was told to end.
+            if (gone := listeners.lost(watched)) and not self._thread.is_closing:
+                watched = ()
+                self._take(ListenerLost(_LISTENER_LOST.format(", ".join(map(str, gone)))))
             looks = looks + 1 if self._thread.turns == turns else 0
             turns = self._thread.turns
             self.lag_seconds = looks * LOOKED_AT_SECONDS if looks >= LOOKS_UNTIL_LATE else 0.0

@@ -106,6 +106,11 @@ class AgentThread:
     def ended(self) -> bool:
         return self._ended.is_set()
 
+    @property
+    def is_closing(self) -> bool:
+        """It was told to end; its agent may be gone already."""
+        return self._close_at is not None
+
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 

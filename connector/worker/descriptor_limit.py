@@ -1,0 +1,31 @@
+"""How many file descriptors a worker may have.
+
+UCX takes two for each engine that it is connected to over TCP, and where none is left for one that connects it listens
+no more until the process ends (docs/nixl.md fact 38). vLLM raises the limit of its front end alone.
+"""
+
+from __future__ import annotations
+
+import resource
+
+from connector.observe.log import get_logger
+
+DESCRIPTORS_MAX = 1 << 20
+"""Not raised beyond, whatever the hard limit is: there are programs that count through all descriptors which a process
+may have, and a child inherits the limit. This is the kernel's own default for the hard limit (`fs.nr_open`)."""
+
+_log = get_logger()
+
+
+def raise_descriptor_limit() -> None:
+    """To the hard limit, or DESCRIPTORS_MAX. Never lowers it, never raises."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS_MAX if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS_MAX)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (OSError, ValueError) as error:
+        _log.warning("this process may have %d file descriptors, and no more: %s (ulimit -n)", soft, error)
+        return
+    _log.info("this process may have %d file descriptors now, up from %d (ulimit -n)", wanted, soft)
