@@ -72,6 +72,16 @@ class ConnectionRefused(PeerFailure, frozen=True, kw_only=True):
         )
 
 
+class NoDescriptorLeft(PeerFailure, frozen=True, kw_only=True):
+    """This engine, not the peer, lacks what it takes to connect."""
+
+    def __str__(self) -> str:
+        return (
+            f"this engine has no descriptor left (`ulimit -n`) to connect to prefill engine {self.peer} at "
+            f"{self.address} with"
+        )
+
+
 class ControlLinkLost(PeerFailure, frozen=True, kw_only=True):
     """The connection to a worker's control socket was reset: the worker died, or the network dropped it."""
 

@@ -39,6 +39,10 @@ WHAT_TO_DO: dict[str, str] = {
         "start that engine again if it has ended; else correct the address: VLLM_NIXL_SIDE_CHANNEL_HOST on it, and "
         "_PORT plus the number of its data-parallel engine"
     ),
+    "NoDescriptorLeft": (
+        "raise the hard limit of descriptors for this engine (`ulimit -Hn`), or see who uses them up "
+        "(ls -l /proc/PID/fd of the worker); the prefill engine has nothing to do with it"
+    ),
     "HandshakeTimeout": (
         "see whether that engine runs or hangs, and whether VLLM_NIXL_SIDE_CHANNEL_HOST on it names an address that "
         "can be reached from here"

@@ -10,5 +10,6 @@ doorman       carries out what `statemachine/admission.py` says of the connectio
 gate          who may connect, and to whom: address ranges and keys
 curve_keys    the directory with those keys
 host_names    addresses of hosts
+descriptors   whether this process has a file descriptor left
 tcp           what the kernel says of a connection
 """

@@ -23,6 +23,7 @@ import zmq
 
 from connector.addresses import without_interface
 from connector.clock import NS_PER_SECOND, BootClock
+from connector.ports.descriptors import is_descriptor_left
 from connector.ports.tcp import peer_address, received_bytes, unread_bytes, waiting
 from statemachine.admission import MANY_FRAMES, Admission, AdmissionLimits, CutOff, Untaken, Verdict
 
@@ -326,18 +327,11 @@ class Doorman:
 
     def _make_room(self) -> None:
         """For connections that wait to be accepted while no descriptor is left."""
-        if (waits := waiting(self._listening)) and not self._is_descriptor_left():
+        if (waits := waiting(self._listening)) and not is_descriptor_left():
             cut_off = self._admission.no_descriptor_left()
             self._carry_out(cut_off)
             if not cut_off:
                 self._on_no_room(waits)
-
-    def _is_descriptor_left(self) -> bool:
-        try:
-            os.close(os.dup(self._nothing))
-        except OSError:
-            return False
-        return True
 
     def _carry_out(self, cut_off: list[CutOff]) -> None:
         for each in cut_off:

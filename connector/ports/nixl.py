@@ -143,13 +143,17 @@ NixlEvent: TypeAlias = ReadPosted | PortReadEnded | ReadMeasured | NotificationR
 
 
 class NixlCallFailed(Exception):
-    """A NIXL call raised. `operation` names it, `transport_lost` says that the peer's connection is gone."""
+    """A NIXL call raised. `operation` names it, `transport_lost` says that the peer's connection is gone,
+    `no_descriptor_left` that this process had none for what it needed."""
 
-    def __init__(self, operation: str, error: str, *, transport_lost: bool = False) -> None:
+    def __init__(
+        self, operation: str, error: str, *, transport_lost: bool = False, no_descriptor_left: bool = False
+    ) -> None:
         super().__init__(f"{operation}: {error}")
         self.operation = operation
         self.error = error
         self.transport_lost = transport_lost
+        self.no_descriptor_left = no_descriptor_left
 
 
 class PortClosed(Exception):

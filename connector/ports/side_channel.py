@@ -15,6 +15,7 @@ Contract
   for an address outside of them, and as soon as the other end does not let it in, or cannot prove that it has a key
   that is accepted here. From a process that a listener does not let in, nothing is handed out, and nothing is
   answered.
+* Where this process lacks a descriptor, `ask` and `open_link` raise `DescriptorsExhausted`, or `reached` says so.
 * `ask` raises `NameNotResolved` when the name server does not know the host, and `NotASideChannel` when something else
   than a listener of ours answers: it speaks no ZMQ, or what comes back first is not a delimited reply within the
   implementation's bounds. Waiting on would not help. While nothing answers, `reached` says how far the question came.
@@ -51,11 +52,13 @@ from typing import ClassVar, Protocol, TypeAlias
 import msgspec
 
 from connector.addresses import join_address
+from connector.ports.descriptors import NONE_LEFT
 from statemachine.failures import (
     AddressNotResolved,
     ConnectionRefused,
     HandshakeMalformed,
     HandshakeRefused,
+    NoDescriptorLeft,
     NotAllowed,
     PeerFailure,
 )
@@ -135,6 +138,14 @@ class NameNotResolved(SideChannelError):
         return f"the host name {self.host} does not resolve here ({self.error})"
 
 
+class DescriptorsExhausted(SideChannelError):
+    """This process has no descriptor left with which the address could be asked. Says nothing of who listens there."""
+
+    @property
+    def why(self) -> str:
+        return "this process has no descriptor left (`ulimit -n`)"
+
+
 class AccessRefused(SideChannelError):
     """One of the two ends does not let the other one in, or does not connect to it. `error` says which, and why."""
 
@@ -153,6 +164,12 @@ class LinkEnded(SideChannelError):
     listener = "control socket"
 
 
+def without_socket(host: str, port: int, error: Exception) -> SideChannelError:
+    """Why there is no socket for this address, where `error` of the kernel or of ZMQ says so."""
+    kind = DescriptorsExhausted if getattr(error, "errno", None) in NONE_LEFT else SideChannelError
+    return kind(host, port, str(error))
+
+
 def failure_of(error: SideChannelError, *, peer: str, address: str) -> PeerFailure:
     """The failure of the engine `peer` whose side channel at `address` could not be asked."""
     match error:
@@ -160,6 +177,8 @@ def failure_of(error: SideChannelError, *, peer: str, address: str) -> PeerFailu
             return ConnectionRefused(peer=peer, address=address)
         case NameNotResolved():
             return AddressNotResolved(peer=peer, address=address, host=error.host, error=error.error)
+        case DescriptorsExhausted():
+            return NoDescriptorLeft(peer=peer, address=address)
         case AccessRefused():
             return NotAllowed(peer=peer, address=address, detail=error.error)
         case NotASideChannel():
@@ -174,6 +193,8 @@ class Reached(enum.Enum):
 
     NOTHING = enum.auto()
     """Nothing was sent: the name server has not answered, or this process has not come to it."""
+    NO_DESCRIPTOR = enum.auto()
+    """This process has no descriptor left for a connection."""
     ADDRESS = enum.auto()
     """The host has not answered."""
     PORT = enum.auto()

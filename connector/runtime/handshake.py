@@ -39,6 +39,7 @@ from connector.layout.verification import Match, match
 from connector.ports.nixl import AgentName, DescriptorListHandle, NixlCallFailed, PortClosed
 from connector.ports.side_channel import (
     AccessRefused,
+    DescriptorsExhausted,
     Link,
     NameNotResolved,
     Reached,
@@ -59,6 +60,7 @@ from statemachine.failures import (
     HandshakeRefused,
     HandshakeTimeout,
     Incompatible,
+    NoDescriptorLeft,
     NotAllowed,
 )
 
@@ -147,6 +149,8 @@ async def connect(context: ActorContext, peer: PeerAddress, owner: AgentOwner) -
     try:
         return await _load(context, peer, owner, ranks, replies, plan, matches)
     except (NixlCallFailed, PortClosed) as error:
+        if isinstance(error, NixlCallFailed) and error.no_descriptor_left:
+            raise HandshakeError(NoDescriptorLeft(peer=peer.engine_id, address=str(peer))) from error
         # UCX connects over tcp while NIXL loads an agent (docs/nixl.md fact 30).
         found = f"NIXL of this engine could not connect to P's UCX port, or refused its metadata: {error}"
         raise _refused(peer, found) from error
@@ -217,6 +221,8 @@ def _unanswered(peer: PeerAddress, reached: Reached, timeout_seconds: float) -> 
         )
         error = NameNotResolved(peer.host, peer.port, said)
         return failure_of(error, peer=peer.engine_id, address=str(peer))
+    if reached is Reached.NO_DESCRIPTOR:
+        return NoDescriptorLeft(peer=peer.engine_id, address=str(peer))
     return HandshakeTimeout(
         peer=peer.engine_id, address=str(peer), timeout_seconds=timeout_seconds, detail=_REACHED_DETAIL[reached]
     )
@@ -418,6 +424,8 @@ async def _open_link(context: ActorContext, peer: PeerAddress, facts: ActorExten
         if isinstance(error, AccessRefused):
             detail = f"its control socket at {join_address(host, port)}: {error.error}"
             raise HandshakeError(NotAllowed(peer=peer.engine_id, address=str(peer), detail=detail)) from error
+        if isinstance(error, DescriptorsExhausted):
+            raise HandshakeError(failure_of(error, peer=peer.engine_id, address=str(peer))) from error
         if isinstance(error, trio.TooSlowError | SideChannelError | DecodeFailed):
             said = error.error if isinstance(error, SideChannelError) else str(error)
             reason = said or f"nothing came within {timeout_seconds:g} s"

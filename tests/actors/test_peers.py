@@ -15,9 +15,11 @@ import trio
 from connector.config import ConnectorOptions
 from connector.observe.advice import WHAT_TO_DO
 from connector.ports.host_names import HostNames
-from connector.ports.nixl import ListenerLost, PortBroken
+from connector.ports.nixl import AgentName, ListenerLost, NixlCallFailed, PortBroken
 from connector.ports.nixl_agent import RealNixlPort
+from connector.ports.side_channel import Reached
 from connector.ports.zmq_bridge import ZmqSideChannel
+from connector.ports.zmq_bridge.requester import ZmqRequester
 from connector.protocol import AbortPull, PeerAddress, ReceiveEnded, RejectPull, TrackLease, WorkerStopped
 from connector.runtime import peer_actor
 from connector.wire.identity import KvIdentity, LayerIdentity
@@ -753,6 +755,27 @@ def test_something_else_that_listens_there_is_told_from_an_engine_that_hangs(mon
                 assert hung.kind == "HandshakeTimeout"
                 assert "does the engine hang" in str(hung)
                 assert d.crashes == []
+
+    run(test)
+
+
+@pytest.mark.parametrize("where", ["question", "agent"])
+def test_an_engine_without_descriptors_does_not_blame_its_peer(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    async def add_remote_agent(*_: object) -> AgentName:
+        raise NixlCallFailed("add_remote_agent", "injected", no_descriptor_left=True)
+
+    async def test() -> None:
+        options = ConnectorOptions(handshake_timeout_seconds=2.0)
+        with BlackHole() as silent:
+            async with engine("p", serves=True) as p, engine("d", options=options) as d:
+                if where == "question":
+                    monkeypatch.setattr(ZmqRequester, "reached", Reached.NO_DESCRIPTOR)
+                else:
+                    monkeypatch.setattr(d.port, "add_remote_agent", add_remote_agent)
+                d.pull("a", nobody("p", silent.port) if where == "question" else p, [1], [1])
+                failure = await failure_of(d, "a")
+                assert failure.kind == "NoDescriptorLeft"
+                assert "this engine has no descriptor left (`ulimit -n`)" in str(failure)
 
     run(test)
 

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import functools
 import ipaddress
+import itertools
 import os
 import random
 import resource
@@ -26,6 +27,7 @@ import trio
 
 from connector.clock import NS_PER_SECOND
 from connector.ports import doorman, side_channel, zmq_bridge
+from connector.ports.side_channel import DescriptorsExhausted, Reached
 from connector.ports.tcp import peer_address, received_bytes, unread_bytes
 from connector.ports.zmq_bridge import ZmqListener, ZmqSideChannel
 from statemachine import admission
@@ -218,6 +220,16 @@ def no_descriptor_left() -> Iterator[None]:
             os.close(each)
 
 
+@contextlib.contextmanager
+def descriptors_left(count: int) -> Iterator[None]:
+    """So many, and no more."""
+    spare = [os.dup(0) for _ in range(count)]
+    with no_descriptor_left():
+        for each in spare:
+            os.close(each)
+        yield
+
+
 def in_a_process_of_its_own(test: Callable[..., None]) -> Callable[..., None]:
     """Where no thread of another test, of UCX for instance, takes the descriptor that somebody else has given back."""
 
@@ -245,6 +257,34 @@ async def is_greeted(stranger: socket.socket) -> None:
             assert stranger.recv(1) == GREETING[:1]
             return
         await trio.sleep(0.01)
+
+
+@in_a_process_of_its_own
+def test_who_asks_without_a_descriptor_says_so() -> None:
+    """With each number of descriptors that is too small: for a socket of libzmq, or for the connection."""
+
+    async def test() -> None:
+        seen: list[str] = []
+        for count in itertools.count():
+            channel = ZmqSideChannel()
+            channel.listen(HOST, 0)  # as engines do; libzmq would end the process if it had to start a thread now
+            with socket.create_server((HOST, 0)) as server:
+                requester = channel.connect(HOST, server.getsockname()[1])
+                with descriptors_left(count):
+                    try:
+                        with trio.move_on_after(0.5):
+                            await requester.ask([b"hello"])
+                    except DescriptorsExhausted:
+                        seen.append("raised")
+                    else:
+                        seen.append(requester.reached.name)
+            channel.close()
+            if seen[-1] == Reached.PORT.name:
+                break
+        assert seen[0] == "raised"
+        assert set(seen) == {"raised", Reached.NO_DESCRIPTOR.name, Reached.PORT.name}
+
+    run(test)
 
 
 @in_a_process_of_its_own

@@ -477,6 +477,18 @@ class TestRealNixlPort(NixlPortSuite):
 
         self.run(scenario)
 
+    def test_a_peer_that_cannot_be_loaded_for_want_of_a_descriptor(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            reader = await new_reader(world)
+            inject(reader.port, add_remote_agent=_fail)
+            for is_left in (True, False):
+                monkeypatch.setattr(agent_core, "is_descriptor_left", partial(bool, is_left))
+                with pytest.raises(NixlCallFailed, match="broken on purpose") as failed:
+                    await reader.port.add_remote_agent(b"of a peer")
+                assert failed.value.no_descriptor_left is not is_left
+
+        self.run(scenario)
+
     def test_an_agent_that_nobody_reads_from_does_without_its_listeners(self) -> None:
         async def scenario(world: NixlWorld) -> None:
             memory, _ = new_memory()

@@ -23,6 +23,7 @@ EXAMPLES: list[Failure] = [
     failures.NotAllowed(**_PEER, detail="it does not let this engine in"),
     failures.WrongEngine(**_PEER, found="prefill-8"),
     failures.ConnectionRefused(**_PEER),
+    failures.NoDescriptorLeft(**_PEER),
     failures.ControlLinkLost(**_PEER, detail="reset by peer"),
     failures.ReadNeverEnded(**_PEER, waited_seconds=30.0),
     failures.Incompatible(**_PEER, field="block_size", local="32", remote="64", advice="use one block size"),

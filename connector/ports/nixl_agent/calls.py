@@ -23,10 +23,11 @@ CLOCK = BootClock()
 class CallRefused(Exception):
     """A call failed before or inside NIXL. Carries text only."""
 
-    def __init__(self, error: str, *, transport_lost: bool = False) -> None:
+    def __init__(self, error: str, *, transport_lost: bool = False, no_descriptor_left: bool = False) -> None:
         super().__init__(error)
         self.error = error
         self.transport_lost = transport_lost
+        self.no_descriptor_left = no_descriptor_left
 
 
 class _Queued:

@@ -41,6 +41,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from connector.observe.log import get_logger
+from connector.ports.descriptors import is_descriptor_left
 from connector.ports.nixl import (
     AgentName,
     DescriptorIds,
@@ -206,7 +207,12 @@ class AgentCore:
                 f"its UCX address is of version {version}, and UCX of this engine knows {self._ucx_version_max} at "
                 "most; somebody has changed the metadata on their way, or its UCX is newer"
             )
-        loaded: bytes | str = self._agent.add_remote_agent(metadata)
+        try:
+            loaded: bytes | str = self._agent.add_remote_agent(metadata)
+        except Exception as error:
+            if is_descriptor_left():
+                raise
+            raise CallRefused(f"no descriptor is left: {self.describe(error)[0]}", no_descriptor_left=True) from None
         name = agent_text(loaded)
         if isinstance(loaded, bytes) and name.encode() != loaded:
             self._agent.remove_remote_agent(loaded)

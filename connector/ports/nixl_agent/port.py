@@ -264,7 +264,12 @@ class RealNixlPort:
             raise PortClosed(self._agent_name)
         if call.failure is not None:
             failure = call.failure
-            raise NixlCallFailed(operation, failure.error, transport_lost=failure.transport_lost)
+            raise NixlCallFailed(
+                operation,
+                failure.error,
+                transport_lost=failure.transport_lost,
+                no_descriptor_left=failure.no_descriptor_left,
+            )
         return call.result
 
     def _refuse_if_closed(self) -> None:

@@ -251,7 +251,8 @@ class AgentThread:
             call.result = call.run(core)
         except Exception as error:
             text, lost = core.describe(error)
-            call.failure = CallRefused(text, transport_lost=lost)
+            exhausted = isinstance(error, CallRefused) and error.no_descriptor_left
+            call.failure = CallRefused(text, transport_lost=lost, no_descriptor_left=exhausted)
         return call
 
     def _post(self, core: AgentCore, order: ReadOrdered) -> ReadPosted | PortReadEnded:

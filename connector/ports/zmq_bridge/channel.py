@@ -29,7 +29,12 @@ from connector.observe.log import log_crash
 from connector.ports.doorman import Doorman, connections_max
 from connector.ports.gate import ANYBODY, Access, Gate
 from connector.ports.host_names import HostNames
-from connector.ports.side_channel import AccessRefused, PortUnavailable, SideChannelError
+from connector.ports.side_channel import (
+    AccessRefused,
+    PortUnavailable,
+    SideChannelError,
+    without_socket,
+)
 from connector.ports.zmq_bridge.frames import Socket, endpoint
 from connector.ports.zmq_bridge.link import (
     LINK_FRAME_BYTES_MAX,
@@ -179,7 +184,7 @@ class ZmqSideChannel:
         try:
             dealer = self.make_client(address, key)
         except (zmq.ZMQError, OSError) as error:
-            raise SideChannelError(host, port, str(error)) from error
+            raise without_socket(host, port, error) from error
         try:
             dealer.setsockopt(zmq.MAXMSGSIZE, LINK_FRAME_BYTES_MAX)
             dealer.setsockopt(zmq.SNDHWM, LINK_QUEUED_MAX)
@@ -189,13 +194,13 @@ class ZmqSideChannel:
             monitor = self.monitor(dealer)
         except (zmq.ZMQError, OSError) as error:
             dealer.close()
-            raise SideChannelError(host, port, str(error)) from error
+            raise without_socket(host, port, error) from error
         try:
             dealer.connect(endpoint(address, port))
         except zmq.ZMQError as error:
             monitor.close()
             dealer.close()
-            raise SideChannelError(host, port, str(error)) from error
+            raise without_socket(host, port, error) from error
         link = ZmqLink(self, host, port, dealer, monitor, is_encrypted=key is not None)
         self._open.add(link)
         self._measure_clients()

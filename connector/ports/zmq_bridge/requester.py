@@ -24,7 +24,14 @@ from typing import TYPE_CHECKING
 import trio
 import zmq
 
-from connector.ports.side_channel import AccessRefused, NotASideChannel, PortRefused, Reached, SideChannelError
+from connector.ports.descriptors import is_descriptor_left
+from connector.ports.side_channel import (
+    AccessRefused,
+    NotASideChannel,
+    PortRefused,
+    Reached,
+    without_socket,
+)
 from connector.ports.zmq_bridge.frames import Socket, endpoint, receive_bounded
 from connector.ports.zmq_bridge.monitor import Monitor
 from connector.ports.zmq_bridge.refusals import (
@@ -141,7 +148,7 @@ class ZmqRequester:
             with contextlib.suppress(zmq.Again):
                 dealer.send_multipart([b"", *frames], zmq.NOBLOCK)
         except (zmq.ZMQError, OSError) as error:
-            raise SideChannelError(self._host, self._port, str(error)) from error
+            raise without_socket(self._host, self._port, error) from error
         has_looked = False
         while True:
             reply = receive_bounded(dealer, REPLY_FRAMES_MAX, REPLY_FRAME_BYTES_MAX)
@@ -227,6 +234,9 @@ class ZmqRequester:
         socket, self._socket = self._socket, None
         if monitor is not None:
             self._reached = monitor.reached
+            # libzmq tries to connect again and again without a word; what it has is closed from here on.
+            if self._reached is Reached.ADDRESS and not is_descriptor_left():
+                self._reached = Reached.NO_DESCRIPTOR
             monitor.close()
         if socket is not None:
             socket.close()
