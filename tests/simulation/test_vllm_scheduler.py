@@ -124,6 +124,8 @@ EXPECTED_WITH_STATES = (
     "partial prefix hit on P",
     "preemption on D",
     "preemption on P",
+    "prefix hit within a block on D",
+    "prefix hit within a block on P",
     "prompt below a block on D",
     "prompt in chunks on D",
     "prompt in chunks on P",

@@ -67,6 +67,8 @@ class Knobs:
             caching, that at the end of each block of tokens that a step ends with, each in a block of its own
             (`mamba_cache_mode` align); without, the last one of a request (none). vLLM has no other modes.
         has_priorities: vLLM's queues are served by priority, and requests have different ones.
+        match_fraction: of a block; prefixes are cached at the end of each such part (`prefix_match_unit`). Where states
+            are cached, a hit may end within a block then, of which the request gets a copy. 1: whole blocks alone.
         drafts: tokens that a draft model proposes after each step (speculative decoding), for which vLLM keeps slots
             beyond the tokens of a request, but not while it loads; 0: none. Not where steps overlap, nor with states.
     """
@@ -87,6 +89,7 @@ class Knobs:
     prefill_caches_states: bool
     decode_caches_states: bool
     has_priorities: bool
+    match_fraction: int
     drafts: int
 
 
@@ -124,6 +127,7 @@ def draw_knobs(seed: int) -> Knobs:
         prefill_caches_states=of_states.random() < 0.5,
         decode_caches_states=of_states.random() < 0.5,
         has_priorities=seed % 16 == 14,
+        match_fraction=generator(seed, "prefix matches").choice([1, 2, 4]),
         drafts=_draw_drafts(seed),
     )
 
@@ -158,6 +162,8 @@ def engine_configuration(
     config.speculative_config = draft_model(config, knobs.drafts) if knobs.drafts else None
     config.cache_config = copy.copy(config.cache_config)
     config.cache_config.num_gpu_blocks = blocks
+    if len(model.groups) > 1:  # vLLM refuses it otherwise
+        config.cache_config.prefix_match_unit = shape.block_tokens // knobs.match_fraction
     if has_states:
         config.cache_config.mamba_cache_mode = "align" if caches_states else "none"
         config.cache_config.enable_prefix_caching = caches_states

@@ -26,7 +26,8 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import KVCacheBlock, resolve_kv_cache_block_sizes
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, KVCacheBlockCopy, resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -174,6 +175,8 @@ class VllmEngine:
         self._aggregator = KVOutputAggregator(len(process.ranks))
         self._pool = self.scheduler.kv_cache_manager.block_pool
         _watch(self._pool, on_take=self._take_blocks, on_free=self._free_blocks)
+        self._to_copy: deque[set[int]] = deque()
+        _watch_copies(self.scheduler.kv_cache_manager, self._to_copy.append)
         self._scope = trio.CancelScope()
         self._news = trio.Event()
         self._open: dict[str, Ask] = {}
@@ -303,6 +306,7 @@ class VllmEngine:
     async def _complete(self, output: SchedulerOutput) -> None:
         self._cover(output)
         result = await self._execute(output)
+        self._to_copy.popleft()
         self._let_go()
         if result.kv_connector_output is not None:
             self._check_loads(result.kv_connector_output)
@@ -428,6 +432,7 @@ class VllmEngine:
         cover, scheduled = self._requests.cover, output.num_scheduled_tokens
         cover("several requests in a step", len(scheduled) > 1)
         cover(f"preemption on {self.role}", len(output.preempted_req_ids or ()))
+        cover(f"prefix hit within a block on {self.role}", len(output.kv_cache_block_copies or ()))
         for new in output.scheduled_new_reqs:
             tokens = len(new.prompt_token_ids or ())
             cover(f"prompt in chunks on {self.role}", new.num_computed_tokens + scheduled[new.req_id] < tokens)
@@ -590,8 +595,10 @@ class VllmEngine:
         self._forget(block_ids)
 
     def _forget(self, block_ids: list[int]) -> None:
-        for rank in self.process.ranks:
-            rank.memory.forget(block_ids)
+        """But for those that a step has yet to copy elsewhere: the device does so before it writes there."""
+        for rank, runner in zip(self.process.ranks, self._runners, strict=True):
+            to_copy = runner.to_copy.union(*self._to_copy)
+            rank.memory.forget([block_id for block_id in block_ids if block_id not in to_copy])
 
     def _free_blocks(self, blocks: list[KVCacheBlock]) -> None:
         """The scheduler gave up references. A block that the prefix cache knows keeps what it holds for now."""
@@ -695,3 +702,15 @@ def _watch(
         on_free(blocks)
 
     pool.get_new_blocks, pool.free_blocks = watched_take, watched_free
+
+
+def _watch_copies(manager: KVCacheManager, on_schedule: Callable[[set[int]], None]) -> None:
+    """Hear, with each step that is scheduled, from which blocks it will copy. vLLM may give them up with that."""
+    take = manager.take_kv_cache_block_copies
+
+    def watched_take() -> tuple[list[KVCacheBlockCopy], list[KVCacheBlock]]:
+        copies, retained = take()
+        on_schedule({copy.src_block_id for copy in copies})
+        return copies, retained
+
+    manager.take_kv_cache_block_copies = watched_take

@@ -143,9 +143,9 @@ class Requests:
             self._oracles.complain("answer", f"{ask.request_id} ended with {finish}")
 
     def cover_prefix(self, ask: Ask, cached_tokens: int, block_tokens: int, role: str) -> None:
-        """Count a prefix-cache hit. At most everything but the last token can hit, and only whole blocks."""
+        """Count a prefix-cache hit. At most everything but the last token can hit; all whole blocks are a full one."""
         most = (ask.prompt_tokens - 1) // block_tokens * block_tokens
-        if 0 < cached_tokens == most:
+        if 0 < most <= cached_tokens:
             self.cover(f"full prefix hit on {role}")
         elif cached_tokens:
             self.cover(f"partial prefix hit on {role}")

@@ -5,8 +5,9 @@ forward pass was launched, asks for results, errors, statistics and the connecto
 without tokens does the same without a forward pass. Whether the forward pass is over when the connector is asked
 depends on the device (`Knobs.collects_early`); what the scheduler is told is the same.
 
-What vLLM wants zeroed before a forward pass is zeroed before it, in all cache groups, as if they shared their memory.
-Where the device is late and no forward pass follows, it may be zeroed some time later.
+What vLLM wants zeroed before a forward pass is zeroed before it, and then copied what it wants copied from block to
+block, in all cache groups, as if they shared their memory. Where the device is late and no forward pass follows, this
+may be done some time later.
 
 A forward pass looks at all KV before its tokens, writes theirs, takes time, and looks again. The token that follows
 comes out of that KV (`content`). Drafts that were wrong, and the drafter, write what is nobody's into the slots behind.
@@ -18,6 +19,7 @@ import pickle
 from typing import Protocol
 
 import trio
+from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
@@ -78,21 +80,26 @@ class SimulatedRunner:
         self._overseer = overseer
         self._collects_early = collects_early
         self._run = run
-        self._to_zero: list[int] = []
-        """Blocks of steps without a forward pass, which the device has not come to."""
+        self._to_prepare: list[tuple[list[int], list[KVCacheBlockCopy]]] = []
+        """What is to be zeroed and copied, of each step that the device has not come to."""
         self._running: dict[str, _Running] = {}
+
+    @property
+    def to_copy(self) -> set[int]:
+        """Blocks that the device has yet to copy elsewhere."""
+        return {copy.src_block_id for _, copies in self._to_prepare for copy in copies}
 
     async def execute(self, output: SchedulerOutput, seconds: float) -> ModelRunnerOutput:
         """One step, whose forward pass takes so long."""
         assert not output.has_sync_kv_loads, "the connector loads asynchronously only"
         self._connector.handle_preemptions(output.kv_connector_metadata)
         self._update(output)
-        self._to_zero += output.new_block_ids_to_zero or ()
-        assert not output.kv_cache_block_copies, "no prefix is cached that is not one of whole blocks"
+        if output.new_block_ids_to_zero or output.kv_cache_block_copies:
+            self._to_prepare.append((output.new_block_ids_to_zero or [], output.kv_cache_block_copies or []))
         if output.total_num_scheduled_tokens:
-            self._zero()
-        elif self._to_zero:
-            self._run(self._zero)
+            self._prepare()
+        elif self._to_prepare:
+            self._run(self._prepare)
         self._connector.bind_connector_metadata(pickle.loads(pickle.dumps(output.kv_connector_metadata)))
         sampled: dict[str, list[int]] = {}
         reported: KVConnectorOutput | None = None
@@ -114,10 +121,12 @@ class SimulatedRunner:
             kv_connector_output=None if reported.is_empty() else reported,
         )
 
-    def _zero(self) -> None:
-        block_ids, self._to_zero = self._to_zero, []
-        for words in self._memory.groups:
-            words[:, block_ids] = 0
+    def _prepare(self) -> None:
+        steps, self._to_prepare = self._to_prepare, []
+        for to_zero, copies in steps:
+            for words in self._memory.groups:
+                words[:, to_zero] = 0
+                words[:, [copy.dst_block_id for copy in copies]] = words[:, [copy.src_block_id for copy in copies]]
 
     # --- the connector ----------------------------------------------------------------------------------------------
 
