@@ -58,8 +58,11 @@ class DeferredCommands:
             command, are_over = command
         else:
             are_over = None
+        if self._is_released or (are_over is None and not self._deferred):
+            self._deliver(command)
+            return
         subjects = _subjects_of(command)
-        if self._is_released or (are_over is None and not any(each in self._subjects for each in subjects)):
+        if are_over is None and self._subjects.keys().isdisjoint(subjects):
             self._deliver(command)
             return
         self._deferred.append((command, are_over))

@@ -190,13 +190,14 @@ class Claims:
             self._end_if_unwanted(claim, now_ns)
 
     def _end_if_unwanted(self, claim: Claim, now_ns: int) -> None:
-        if claim.is_wanted:
+        if claim.is_kept or claim.users:
             return
         self._wanted.discard(claim.lease)
         if claim.holds:
             self._let_go(claim)
         # Else P was never met: it may be named again, and P is told when it is met in time.
-        if self.drop_if_over(claim):
+        if claim.is_over:
+            self._drop(claim)
             return
         given_up_ns = max(claim.proven_until_ns, now_ns + self._limits.lease_ns)
         self._timers.set(("release_given_up", claim.lease), given_up_ns)

@@ -61,42 +61,38 @@ PROOF = (
     ),
     Mutant(
         name="lease let go of with its last reader",
-        rule="samples share a lease",
+        rule="kept for the scheduler",
         broken="a lease that the scheduler has kept is released when the requests that the rank knows of have ended",
-        changes=(Edit(Claims._end_if_unwanted, "if claim.is_wanted:", "if claim.users:"),),
+        changes=(Edit(Claims._end_if_unwanted, "claim.is_kept or ", ""),),
         place=Explored(within(KEPT, 1), "invariant 3"),
     ),
     Mutant(
         name="lease kept for good",
-        rule="samples share a lease",
+        rule="kept for the scheduler",
         broken="that the scheduler lets go of a lease is not heard",
         changes=(Edit(Claims.let_go, "claim.is_kept = False", "pass"),),
         place=Explored(within(KEPT, 1), "liveness"),
     ),
     Mutant(
         name="samples side by side",
-        rule="samples share a lease",
         broken="a sample reads beside another one whose blocks it would find in the cache",
         changes=(Edit(Loads._answer, "self._shares and not was_taken and ", "False and "),),
         place=ByTest(SAMPLES + "::test_one_reads_and_the_others_find_it_in_the_cache"),
     ),
     Mutant(
         name="samples one after the other",
-        rule="samples share a lease",
         broken="when the load of a sample has failed, each of the others waits for the next one",
         changes=(Edit(Loads._answer, "self._shares and not was_taken and ", "self._shares and "),),
         place=ByTest(SAMPLES + "::test_where_a_load_fails_the_others_try_at_once"),
     ),
     Mutant(
         name="leases are not kept for samples",
-        rule="samples share a lease",
         broken="ranks release a lease with the first READ, where each sample has to read",
         changes=(Edit(Pulls.load, "keeps_lease=not self._groups.are_shared", "keeps_lease=False"),),
         place=ByTest(SAMPLES + "::test_elsewhere_each_reads_until_nobody_wants_the_lease"),
     ),
     Mutant(
         name="lease let go of before its READ",
-        rule="samples share a lease",
         broken="that a lease is let go of overtakes a READ of it that waits for the device",
         changes=(Edit(deferred_commands._subjects_of, "return request_id, lease", "return (request_id,)"),),
         place=ByTest("tests/unit/test_deferred_commands.py::test_a_lease_is_let_go_of_behind_the_last_read_of_it"),
@@ -344,7 +340,9 @@ KEEPING = (
         rule="released by the last",
         row=56,
         broken="the first of several requests with the same parameters releases what the others are to read",
-        changes=(Edit(Claims.leave, "if claim.users:\n        return", "claim.users.clear()"),),
+        changes=(
+            Edit(Claims._end_if_unwanted, "if claim.is_kept or claim.users:\n        return", "claim.users.clear()"),
+        ),
         place=Explored(within(SHARED, 0), "RemoteEngine raises"),
     ),
     Mutant(
@@ -368,7 +366,7 @@ KEEPING = (
         rule="released by the last",
         row=55,
         broken="a request that ends before P was met never releases its blocks",
-        changes=(Edit(Claims._meet, "if not claim.users:", "if False:"),),
+        changes=(Edit(Claims._meet, "if not claim.is_wanted:", "if False:"),),
         place=ByTest(CORE + "::test_a_request_that_ends_before_p_was_met_is_released_when_it_is"),
     ),
     Mutant(
@@ -452,7 +450,7 @@ KEEPING = (
         changes=(
             Edit(
                 Claims.is_consumed,
-                "_text(lease) in self._consumed or (claim is not None and bool(claim.holds) and not claim.users)",
+                "_text(lease) in self._consumed or (claim is not None and bool(claim.holds) and not claim.is_wanted)",
                 "False",
             ),
         ),

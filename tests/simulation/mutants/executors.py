@@ -211,7 +211,7 @@ ACTORS = (
         changes=(
             Edit(
                 PeerActor.recover,
-                "isinstance(event, core.ReadEnded | core.Retire | core.Recall)",
+                "isinstance(event, core.ReadEnded | core.LetGo | core.Retire | core.Recall)",
                 "isinstance(event, core.Retire)",
             ),
         ),
@@ -370,7 +370,7 @@ READS = (
     Mutant(
         name="an abort overtakes its READ",
         broken="the actors hear that a request was given up before they hear that it is to be read",
-        changes=(Edit(DeferredCommands.take, "_request_of(command) not in self._requests", "True"),),
+        changes=(Edit(DeferredCommands.take, "self._subjects.keys().isdisjoint(subjects)", "True"),),
         place=ByTest("tests/unit/test_deferred_commands.py::test_an_abort_stays_behind_the_read_that_it_is_to_end"),
     ),
     Mutant(
@@ -382,7 +382,7 @@ READS = (
     Mutant(
         name="leases wait behind READs",
         broken="P is asked for a lease of which its workers have not heard, because a READ of its own has to wait",
-        changes=(Edit(DeferredCommands.take, "_request_of(command) not in self._requests", "not self._deferred"),),
+        changes=(Edit(DeferredCommands.take, "self._subjects.keys().isdisjoint(subjects)", "not self._deferred"),),
         place=ByTest("tests/unit/test_deferred_commands.py::test_everything_else_passes"),
     ),
     Mutant(

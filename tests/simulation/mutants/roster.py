@@ -144,7 +144,7 @@ MUTANTS = (
         name="a retirement is forgotten in a crash",
         rule="retired once",
         broken="an actor that crashes over being retired lives on, and no longer counts",
-        changes=(Edit(PeerActor.recover, "core.ReadEnded | core.Retire", "core.ReadEnded"),),
+        changes=(Edit(PeerActor.recover, "core.ReadEnded | core.LetGo | core.Retire", "core.ReadEnded"),),
         place=ByTest("tests/actors/test_peers.py::test_actor_that_crashes_over_being_retired_ends_all_the_same"),
     ),
     Mutant(

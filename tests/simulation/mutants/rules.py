@@ -24,6 +24,7 @@ RULES: dict[str, Rule] = {
     ),
     "the READ does not wait": Rule(remote_engine, "The READ does not wait for the answer; the report does"),
     "released by the last": Rule(remote_engine, "The release is owed when the last of a claim's users has ended"),
+    "kept for the scheduler": Rule(remote_engine, "the claim lasts until the scheduler lets go of it"),
     "released until confirmed": Rule(remote_engine, "is said until P has confirmed it or the lease must be over."),
     "held no longer than its engine": Rule(remote_engine, "What is held of an engine that is given up ends with it"),
     "a released lease is consumed": Rule(
