@@ -10,6 +10,7 @@ does (`far_ends`), and lends it in its place.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -154,9 +155,10 @@ class CacheGroups:
         has_states: a group has a state.
         keeps_all_tokens: no group has a table that is clipped.
         keeps_everything: neither.
-        block_tokens: of the largest blocks.
+        tokens_not_found: at most, at the end of a prompt whose blocks are all in the prefix cache: vLLM has the last
+            token computed, finds whole blocks of all groups, and one fewer for a draft module that reads before them.
         are_shared: a request finds in the prefix cache what another one with the same beginning has loaded, but for the
-            last block. With windows or a state it may find nothing: what was loaded is that of one length.
+            end. With windows or a state it may find nothing: what was loaded is that of one length.
     """
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -174,7 +176,8 @@ class CacheGroups:
         self.has_states = any(group.keeps.is_state for group in self.all)
         self.keeps_all_tokens = not any(group.keeps.is_clipped for group in self.all)
         self.keeps_everything = all(group.keeps == Keeps() for group in self.all)
-        self.block_tokens = max((group.block_size for group in self.all), default=0)
+        blocks_not_found = 1 if vllm_config.speculative_config is None else 2
+        self.tokens_not_found = blocks_not_found * math.lcm(*(group.block_size for group in self.all))
         self.are_shared = self.keeps_everything and bool(vllm_config.cache_config.enable_prefix_caching)
 
 

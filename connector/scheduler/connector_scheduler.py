@@ -221,8 +221,9 @@ class ConnectorScheduler:
         if (load := self._loads.queued.get(request.request_id)) is not None:
             pull = load.source
             count = pull.tokens - num_computed_tokens
-            if self._groups.are_shared and count < self._groups.block_tokens and self._loads.is_taken(load.request_id):
-                count = 0  # another request has loaded it, and its last block is computed sooner than it is read
+            is_end = self._groups.are_shared and count <= self._groups.tokens_not_found
+            if is_end and self._loads.is_taken(load.request_id):
+                count = 0  # another request has loaded it, and P may have its blocks back
             loaded = max(loaded, num_computed_tokens + count)
         asked = Asked(
             request_id=request.request_id,

@@ -132,6 +132,16 @@ class Traces:
 
         return wait_for(ended, f"end of all {count} prompts of {request_id}")
 
+    def ended_samples(self, request_id: str) -> list[History]:
+        """D's requests for those samples of one call that were read, once all have ended."""
+
+        def ended() -> list[History] | None:
+            requests = [each for each in histories(read_trace(self.directory)) if each.machine == "request"]
+            found = [each for each in requests if f"_cmpl-{request_id}-0-" in each.subject]
+            return found if found and all(each.is_over for each in found) else None
+
+        return wait_for(ended, f"end of the samples of {request_id}")
+
     def _ended_on_ranks(self, side: Callable[[Story], list[History]], request_id: str, ranks: int) -> list[History]:
         def ended() -> list[History] | None:
             found = [history for story in self.stories(request_id) for history in side(story)]

@@ -179,10 +179,10 @@ def test_many_at_once(cluster: OnePrefillTwoDecode) -> None:
     """Eight clients of one prefill engine that does not answer go away together."""
     d = cluster.fail.decode_client
     with BlackHole() as hole:
-        params = dead_params(hole.port, 1)
         keys = [f"abort-crowd-{number}" for number in range(8)]
         with ExitStack() as crowd:
             for key in keys:
+                params = dead_params(hole.port, 1) | {"remote_request_id": key}
                 crowd.enter_context(d.leaving(prompt(20, key), request_id=key, kv_transfer_params=params))
             cluster.traces.all_in_d(keys)
         for key in keys:

@@ -100,7 +100,7 @@ def test_samples_of_one_prompt_are_read_once(cluster: OnePrefillTwoDecode, count
         text, key = prompt(90 + number, f"{count} samples {number}"), f"{count}-samples-{number}"
         answers = client.samples(text, count, key, cluster.fail.prefill(text, key).kv_transfer_params)
         assert set(answers) == {cluster.fail.alone(text).token_ids}
-        (request,) = cluster.traces.ended_prompts(key, 1)
+        (request,) = cluster.traces.ended_samples(key)
         assert request.blocks == blocks_of(len(text))
 
 

@@ -40,8 +40,6 @@ PROMPT_TOKENS_MAX = 8 * BLOCK_TOKENS
 ANSWER_TOKENS_MAX = 56
 FORGED_SHARE = 0.1
 MISTAKEN_SHARE = 0.08
-GAP_SHARE, GAP_SECONDS_MAX = 0.6, 0.05
-"""How many second samples come later than the first, and by how much."""
 STOP_SHARE = 0.3
 LOAD_FACTOR = 0.6
 """Requests are larger than those of the scripted engines, so there are fewer of them."""
@@ -109,7 +107,6 @@ class VllmCluster(Cluster):
         self._stops = generator(plan.seed, "stop tokens")
         self._priorities = generator(plan.seed, "priorities")
         self._departures = generator(plan.seed, "departures while an answer is read back")
-        self._gaps = generator(plan.seed, "gaps between samples")
         self._texts = [_tokens(self._chance, PROMPT_TOKENS_MAX) for _ in range(TEXTS)]
 
     def _circumstances(self) -> list[str]:
@@ -219,13 +216,9 @@ class VllmCluster(Cluster):
             for sample, engine in enumerate(asked)
         ]
         async with trio.open_nursery() as nursery:
-            engines = set()
             for engine, ask in samples:
-                if engine in engines and self._gaps.random() < GAP_SHARE:
-                    nursery.start_soon(self._come_later, engine, ask, self._gaps.uniform(0.0, GAP_SECONDS_MAX))
-                    continue
-                engines.add(engine)
                 engine.submit(ask)
+            for engine, ask in samples:
                 nursery.start_soon(self._wait, engine, ask)
         if chance.random() < 0.08:
             await self._repeat(number, prompt, params, decode)
@@ -303,13 +296,6 @@ class VllmCluster(Cluster):
         tokens = self._stops.randint(1, len(answer))
         # It stops at the first token of that kind.
         return answer.index(answer[tokens - 1]) + 1
-
-    async def _come_later(self, decode: VllmEngine, ask: Ask, seconds: float) -> None:
-        """vLLM hands the samples of a prompt over one by one, and the engine may make steps meanwhile."""
-        await trio.sleep(seconds)
-        self._requests.cover("a sample that comes later")
-        decode.submit(ask)
-        await self._wait(decode, ask)
 
     async def _wait(self, decode: VllmEngine, ask: Ask) -> None:
         """Until the request has ended; a few clients lose their patience."""
