@@ -191,7 +191,7 @@ class HybridEngine:
                 extra_args={"kv_transfer_params": params},
             ),
             pooling_params=None,
-            block_hasher=block_hasher(self.match_tokens, MAX_MODEL_TOKENS),
+            block_hasher=block_hasher(self.match_tokens),
             abort_immediately=abort_immediately,
             priority=priority,
         )
@@ -359,7 +359,7 @@ def streamed(tokens: Sequence[int], *, is_last: bool = False, max_tokens: int = 
         list(tokens),
         SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args={"kv_transfer_params": REMOTE_DECODE}),
         None,
-        block_hasher=block_hasher(BLOCK_TOKENS, MAX_MODEL_TOKENS),
+        block_hasher=block_hasher(BLOCK_TOKENS),
         resumable=not is_last,
     )
 

@@ -99,7 +99,7 @@ def request(name: str, tokens: list[int], params: dict[str, Any] | None) -> Requ
         prompt_token_ids=tokens,
         sampling_params=SamplingParams(max_tokens=1, ignore_eos=True, extra_args={"kv_transfer_params": params}),
         pooling_params=None,
-        block_hasher=block_hasher(BLOCK_TOKENS, MAX_MODEL_TOKENS),
+        block_hasher=block_hasher(BLOCK_TOKENS),
     )
 
 

@@ -33,7 +33,7 @@ from tests.unit.hybrid_engine import (
     state,
     window,
 )
-from tests.unit.vllm_setup import block_hasher
+from tests.unit.vllm_setup import scheduling_config
 
 HALF = BLOCK_TOKENS // 2
 
@@ -83,7 +83,7 @@ class StagedEngine(HybridEngine):
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's configuration is made before, as that of the CPU that this is. What can be registered does not matter."""
     monkeypatch.setattr("connector.nixl_connector.require_supported", lambda *_: None)
-    block_hasher(BLOCK_TOKENS, MAX_MODEL_TOKENS)
+    scheduling_config(BLOCK_TOKENS, MAX_MODEL_TOKENS)
     monkeypatch.setattr(current_platform, "device_type", "cuda")
 
 

@@ -211,7 +211,7 @@ class Orders:
                 extra_args={"kv_transfer_params": params},
             ),
             pooling_params=None,
-            block_hasher=block_hasher(self.engine.match_tokens, MAX_MODEL_TOKENS),
+            block_hasher=block_hasher(self.engine.match_tokens),
             priority=self.chance.randint(0, 3),
             resumable=resumable,
         )

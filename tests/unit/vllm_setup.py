@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import KVTransferConfig, SpeculativeConfig, VllmConfig, set_current_vllm_config
+from vllm.config import CacheConfig, KVTransferConfig, SpeculativeConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed.parallel_state import (
     destroy_distributed_environment,
     destroy_model_parallel,
@@ -137,12 +137,11 @@ def draft_model(config: VllmConfig, drafts: int) -> SpeculativeConfig:
 
 
 @functools.cache
-def block_hasher(block_size: int, max_model_len: int) -> BlockHasher:
-    """How requests of an engine of `scheduling_config` name their blocks for the prefix cache."""
-    algorithm = scheduling_config(block_size, max_model_len).cache_config.prefix_caching_hash_algo
-    hash_function = get_hash_fn_by_name(algorithm)
+def block_hasher(block_tokens: int) -> BlockHasher:
+    """How requests name their blocks for the prefix cache, of so many tokens each, by vLLM's own default."""
+    hash_function = get_hash_fn_by_name(CacheConfig().prefix_caching_hash_algo)
     init_none_hash(hash_function)
-    hasher: BlockHasher = get_request_block_hasher(block_size, hash_function)
+    hasher: BlockHasher = get_request_block_hasher(block_tokens, hash_function)
     return hasher
 
 

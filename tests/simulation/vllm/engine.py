@@ -57,7 +57,7 @@ from tests.simulation.faults import Kind, engine_of
 from tests.simulation.oracles import Lent, Pull
 from tests.simulation.process import Process, Rank, Surroundings, Variant
 from tests.simulation.shapes import EngineShape
-from tests.simulation.vllm.config import MAX_MODEL_TOKENS, Knobs, engine_configuration
+from tests.simulation.vllm.config import Knobs, engine_configuration
 from tests.simulation.vllm.connector import Birth, NixlConnector, being_born
 from tests.simulation.vllm.content import sequence
 from tests.simulation.vllm.oracles import ABORTED, ENGINE_DIED, Ask, Requests
@@ -677,7 +677,7 @@ def _request(ask: Ask, hash_block_tokens: int) -> Request:
         sampling_params=sampling,
         pooling_params=None,
         arrival_time=trio.current_time(),
-        block_hasher=block_hasher(hash_block_tokens, MAX_MODEL_TOKENS),
+        block_hasher=block_hasher(hash_block_tokens),
         priority=ask.priority,
     )
 
