@@ -170,19 +170,20 @@ requests pays little for them."""
 
 
 class LocalPrefill(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that neither says where its KV is nor asks for it to be lent: its prompt is computed here, and nobody
-    reads it. Where a router was to send parameters along, it has lost them.
+    """A request whose prompt is computed here, without anybody having asked for that.
 
-    `has_params`: it had kv_transfer_params, and neither flag of them is set.
+    `reason`: as local prefills are counted. `tokens`: of the prompt, which are computed as far as they are not cached.
     """
 
     request_id: str
-    has_params: bool
-    prompt_tokens: int
+    reason: str
+    tokens: int
 
 
 class LocalPrefillsSeen(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Since the last step so many came; `named` are the first LOCAL_PREFILLS_NAMED_MAX of them."""
+    """Since the last step. So many neither said where their KV is nor asked for it to be lent: where a router was to
+    send parameters along, it has lost them. `named` are the first LOCAL_PREFILLS_NAMED_MAX of these and of those that
+    were computed for other reasons."""
 
     count: int
     named: tuple[LocalPrefill, ...]

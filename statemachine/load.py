@@ -121,7 +121,9 @@ class NoteWait(Effect, frozen=True, kw_only=True):
 
 
 class LetGo(Effect, frozen=True, kw_only=True):
-    """Of what is lent, the request has got what it wanted, or wants nothing any more."""
+    """Of what is lent, the request has got what it wanted, or wants nothing any more. `has_failed`: its load has."""
+
+    has_failed: bool = False
 
 
 Effects: TypeAlias = tuple[StartLoad | ReleaseUnread | AbortLoad | NoteWait | LetGo, ...]
@@ -168,7 +170,7 @@ def _compute(load: Load, event: Allocated) -> tuple[Load, Effects]:
 def _end_load(load: Load, event: LoadEnded) -> tuple[Load, Effects]:
     state = State.FAILED if event.has_failed else State.LOADED
     waited = NoteWait(heard_ns=load.heard_ns, is_loaded=not event.has_failed)
-    return msgspec.structs.replace(load, state=state), (waited, LetGo())
+    return msgspec.structs.replace(load, state=state), (waited, LetGo(has_failed=event.has_failed))
 
 
 def _end_queued(load: Load, event: Ended) -> tuple[Load, Effects]:
@@ -177,7 +179,7 @@ def _end_queued(load: Load, event: Ended) -> tuple[Load, Effects]:
 
 def _end_loading(load: Load, event: Ended) -> tuple[Load, Effects]:
     waited = (NoteWait(heard_ns=load.heard_ns, is_loaded=False),) if event.has_failed else ()
-    ended = AbortLoad(request_id=load.request_id), LetGo()
+    ended = AbortLoad(request_id=load.request_id), LetGo(has_failed=event.has_failed)
     return msgspec.structs.replace(load, state=State.ENDED), (*waited, *ended)
 
 

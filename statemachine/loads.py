@@ -23,11 +23,14 @@ One that does not fit beside what is kept from the pool waits for nobody, and no
 same, so no load would begin: prompts are computed here until it has its blocks (`without_room`).
 
 Several requests may name one lease: the samples of a prompt (`n`), which vLLM hands over one by one, or prompts that go
-on from the lent one. Whoever lends frees its blocks when a reader has let go of them, and who comes after that comes
-too late. Where others find in the cache what one has loaded (`shares`), one reads: who asks meanwhile is passed over
-until that load has ended, unless one has ended before, for which nobody waits again. Elsewhere each of them reads, and
-the ranks keep the lease until they are told that nobody here wants it any more (`LetGo`): they would let go of it with
-the first READ that ends, of which this core hears later. Who comes too late even so computes.
+on from the lent one. Whoever lends frees its blocks when a reader has let go of them. Where others find in the cache
+what one has loaded (`shares`), one reads: who asks meanwhile is passed over until that load has ended. If it has
+failed, nobody waits for a second one: each tries, and the ranks know whether they still hold the lease. Elsewhere each
+of them reads, and the ranks keep the lease until they are told that nobody here wants it any more (`LetGo`): they would
+let go of it with the first READ that ends, of which this core hears later.
+
+Who comes when what is lent was let go of (is taken) computes what it does not find in the cache. Not if its last load
+has failed: then whoever comes is told so by the ranks, and whether it is computed is a matter of the policy.
 """
 
 from __future__ import annotations
@@ -83,15 +86,12 @@ class Asked(Event, frozen=True, kw_only=True):
 
     Attributes:
         pays: something can be loaded for it, and is better loaded than computed.
-        computes_if_taken: if what is lent was let go of. Otherwise it is read all the same: the ranks may hold the
-            lease for this request, and know whether they do.
         num_tokens: that it has, for people.
     """
 
     request_id: str
     room: Room
     pays: bool
-    computes_if_taken: bool = False
     num_tokens: int = 0
 
 
@@ -192,6 +192,8 @@ class Loads:
         self._behind_lent_back: set[str] = set()
         # Of each lease, the requests that are queued or load. Never empty.
         self._users: dict[str, set[str]] = {}
+        # Those of these leases of which a load has failed or was aborted.
+        self._tried: set[str] = set()
         # The leases that were let go of.
         self._taken = Remembered(TAKEN_MAX)
         self.has_to_step = False
@@ -235,7 +237,7 @@ class Loads:
         return len(self._behind_lent_back) > 0
 
     def is_taken(self, request_id: str) -> bool:
-        """Whether a request has let go of what is lent to this one, or all have."""
+        """Whether what is lent to it was let go of."""
         load = self._loads.get(request_id)
         return load is not None and load.lease is not None and load.lease in self._taken
 
@@ -244,8 +246,8 @@ class Loads:
     def _answer(self, asked: Asked) -> Answer:
         request_id = asked.request_id
         before = self._state(request_id)
-        is_suspended, was_taken = asked.pays and self._are_suspended, self.is_taken(request_id)
-        is_taken = asked.pays and asked.computes_if_taken and was_taken
+        is_suspended = asked.pays and self._are_suspended
+        is_taken = asked.pays and self.is_taken(request_id)
         self._step(request_id, machine.Asked(is_suspended=is_suspended, is_taken=is_taken))
         if before is State.FAILED:
             return Answer.LET_PASS
@@ -256,13 +258,16 @@ class Loads:
             return Answer.LET_PASS
         if before is not State.QUEUED or not asked.pays or is_suspended or is_taken:
             return Answer.COMPUTE
-        if self._shares and not was_taken and self._is_being_read(self._loads[request_id].lease):
+        if self._shares and self._is_waited_for(self._loads[request_id].lease):
             return Answer.LET_PASS
         self._offered.add(request_id)
         return Answer.LOAD
 
-    def _is_being_read(self, lease: str | None) -> bool:
-        return lease is not None and any(user in self.loading for user in self._users[lease])
+    def _is_waited_for(self, lease: str | None) -> bool:
+        """Whether one is reading it, in which others will find what they need."""
+        if lease is None or lease in self._tried:
+            return False
+        return any(user in self.loading for user in self._users[lease])
 
     @property
     def _are_suspended(self) -> bool:
@@ -317,13 +322,13 @@ class Loads:
         self._put(before, after)
         for effect in effects:
             if isinstance(effect, machine.LetGo):
-                self._let_go(before)
+                self._let_go(before, after.state, has_failed=effect.has_failed)
             else:
                 self._effects.append(effect)
         if were_suspended and not self._are_suspended:
             self._effects.append(SayLoadsAgain())
 
-    def _let_go(self, load: Load) -> None:
+    def _let_go(self, load: Load, after: State, *, has_failed: bool) -> None:
         lease = load.lease
         if lease is None:
             return
@@ -331,11 +336,16 @@ class Loads:
         users.discard(load.request_id)
         if not users:
             del self._users[lease]
+            self._tried.discard(lease)
+            if not has_failed:
+                self._taken.add(lease)
             if not self._shares:
                 self._effects.append(LetGo(source=load.source))
         # Where it is shared, the ranks let go with the READ, perhaps before they have heard of those who wait here.
-        if not users or (self._shares and load.state is State.LOADING):
+        elif self._shares and after is State.LOADED:
             self._taken.add(lease)
+        elif load.state is State.LOADING:
+            self._tried.add(lease)
 
     def _put(self, before: Load | None, after: Load) -> None:
         request_id = after.request_id
@@ -359,6 +369,7 @@ class Loads:
         other._without_room = set(self._without_room)
         other._behind_lent_back = set(self._behind_lent_back)
         other._users = {lease: set(users) for lease, users in self._users.items()}
+        other._tried = set(self._tried)
         other._taken = self._taken.copy()
         other.has_to_step = self.has_to_step
         return other
@@ -372,5 +383,6 @@ class Loads:
             self._lets_pass,
             frozenset(self._without_room),
             frozenset(self._behind_lent_back),
+            frozenset(self._tried),
             self._taken.freeze(),
         )

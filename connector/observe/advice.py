@@ -14,6 +14,10 @@ NO_PARAMETERS = "NoTransferParams"
 """Kind of a request that came without parameters. Not a failure: its client got the right answer, later."""
 NO_ROOM = "NoRoom"
 """A request that does not fit into the cache beside the blocks that are kept from the pool."""
+ALREADY_READ = "AlreadyRead"
+"""Kind of a request of which nothing was read, because others had read what its parameters name. Not a failure."""
+FREED_ON_P = "FreedOnP"
+"""Kind of a request of which nothing was read, because P had freed a part of it. Not a failure."""
 NOT_READ = "NotRead"
 """Kind of a lease that D held and let go of without a READ. Not a failure: D had no use for it, or none any more."""
 
@@ -122,6 +126,11 @@ WHAT_TO_DO: dict[str, str] = {
         "have the router put kv_transfer_params of P's answer, unchanged, into what it sends to D; a P that drains or "
         "has stopped answers without them"
     ),
+    ALREADY_READ: (
+        "nothing where it was a sample (n) or a later turn; otherwise have the router prefill a repeated request "
+        "again: kv_transfer_params can be used once"
+    ),
+    FREED_ON_P: "nothing: see docs/limits.md (caches and layouts); a P with this connector keeps what D needs",
     NO_ROOM: (
         "restart the engines whose READs do not end (nixl-actor ps names them), or this engine; what is lent back "
         "(bidirectional_kv_xfer) comes back by itself"

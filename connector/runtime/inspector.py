@@ -524,8 +524,8 @@ class Inspector:
         seen_ns, seen = noted
         return inspection.LocalPrefillRow(
             request_id=text(seen.request_id),
-            has_params=seen.has_params,
-            prompt_tokens=seen.prompt_tokens,
+            reason=text(seen.reason),
+            tokens=seen.tokens,
             age_seconds=self._passed(seen_ns),
         )
 

@@ -229,7 +229,6 @@ class ConnectorScheduler:
             request_id=request.request_id,
             room=self._kept.room_for(request, loaded),
             pays=pull is not None and count > 0 and self._tokens_to_compute(request, pull, count) >= pull.at_least,
-            computes_if_taken=pull is not None and (pull.goes_on or not self._groups.are_shared),
             num_tokens=request.num_tokens,
         )
         answer, effects = self._loads.ask(asked)
@@ -274,7 +273,7 @@ class ConnectorScheduler:
 
     def build_step_metadata(self, output: SchedulerOutput) -> StepMetadata:
         """Everything decided since the last step, and what this one has to save on the host."""
-        if self._local_prefills:
+        if self._local_prefills_named:
             seen = LocalPrefillsSeen(count=self._local_prefills, named=tuple(self._local_prefills_named))
             self._tell(seen)
             self._local_prefills, self._local_prefills_named = 0, []
@@ -416,19 +415,15 @@ class ConnectorScheduler:
 
     def _note_local_prefill(self, request: Request) -> None:
         """The prompt is computed here, and nobody asks for it: perhaps a router has lost the parameters."""
-        if request.kv_transfer_params:
-            self._figures.note_local_prefill(catalogue.UNUSABLE)
-        elif self._is_decode_only:
-            self._figures.note_local_prefill(catalogue.ABSENT)
+        reason = catalogue.UNUSABLE if request.kv_transfer_params else catalogue.ABSENT
+        if reason is catalogue.UNUSABLE or self._is_decode_only:
+            self._figures.note_local_prefill(reason)
         self._local_prefills += 1
+        self._name_local_prefill(request.request_id, reason, request.num_prompt_tokens)
+
+    def _name_local_prefill(self, request_id: str, reason: str, tokens: int) -> None:
         if len(self._local_prefills_named) < LOCAL_PREFILLS_NAMED_MAX:
-            self._local_prefills_named.append(
-                LocalPrefill(
-                    request_id=request.request_id,
-                    has_params=bool(request.kv_transfer_params),
-                    prompt_tokens=request.num_prompt_tokens,
-                )
-            )
+            self._local_prefills_named.append(LocalPrefill(request_id=request_id, reason=reason, tokens=tokens))
 
     def _note_listener_death(self, reason: str) -> None:
         """In the listener's thread. Nobody reaches this engine any more, so it lends nothing."""
@@ -483,6 +478,7 @@ class ConnectorScheduler:
             because = catalogue.CONTINUED
         if release.is_computed and because is not None:
             self._figures.note_local_prefill(because)
+            self._name_local_prefill(request_id, because, pull.prompt_tokens)
         command = self._pulls.release_unread(request_id, pull)
         if command is not None:
             self._tell(command)

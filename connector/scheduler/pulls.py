@@ -70,9 +70,9 @@ class WaitingPull:
         tokens: to be loaded, counted from the start of the request, prefix hits included.
         at_least: fewer tokens than these are computed here.
         heard_ns: when this engine first heard of it.
+        prompt_tokens: of the request.
         computed_because: why nothing is to be loaded, as local prefills are counted; None: something is, or there is
             nothing to load.
-        goes_on: the prompt is longer than the one of which something is lent, and begins with it.
         lease_key: unique across engines; None: nothing is lent.
     """
 
@@ -80,8 +80,8 @@ class WaitingPull:
     tokens: int
     at_least: int
     heard_ns: int
+    prompt_tokens: int
     computed_because: str | None = None
-    goes_on: bool = False
 
     @property
     def lease_key(self) -> str | None:
@@ -146,15 +146,17 @@ class Pulls:
                 tokens = self._tokens_to_go_on_from(remote, request, tokens)
                 because = None if tokens else catalogue.WINDOW
         except ParamsError as error:
-            return WaitingPull(error.failure, tokens=tokens, at_least=0, heard_ns=now_ns)
+            return WaitingPull(
+                error.failure, tokens=tokens, at_least=0, heard_ns=now_ns, prompt_tokens=request.num_prompt_tokens
+            )
         at_least = self._options.decode_recompute_threshold
         return WaitingPull(
             remote,
             tokens=tokens,
             at_least=at_least,
             heard_ns=now_ns,
+            prompt_tokens=request.num_prompt_tokens,
             computed_because=because,
-            goes_on=lent is not None,
         )
 
     def of_prefill(self, request: Request) -> WaitingPull | None:
@@ -177,7 +179,9 @@ class Pulls:
         if remote.lease_number is None:
             self._note_numberless(request.request_id)
         tokens, at_least = self._tokens_to_read_back(request, remote), self._options.kv_recompute_threshold
-        return WaitingPull(remote, tokens=tokens, at_least=at_least, heard_ns=heard_ns)
+        return WaitingPull(
+            remote, tokens=tokens, at_least=at_least, heard_ns=heard_ns, prompt_tokens=request.num_prompt_tokens
+        )
 
     def track(self, request_id: str, pull: WaitingPull) -> TrackLease | None:
         """Keeps its lease from now on; None: it has none."""

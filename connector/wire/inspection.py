@@ -361,16 +361,17 @@ def quarantined_blocks(rows: Iterable[QuarantineRow]) -> int:
 
 
 class LocalPrefillRow(Row, frozen=True, kw_only=True):
-    """A request that came without parameters that say where its KV is: this engine computed the prompt itself.
+    """A request whose prompt this engine computed itself, without anybody having asked for that.
 
-    `has_params`: it had kv_transfer_params, and neither of their flags.
+    `reason`: as the metric `local_prefills` counts it. `tokens`: of the prompt, computed as far as they were not
+    cached.
     """
 
     what: ClassVar[What] = "local_prefills"
 
     request_id: str
-    has_params: bool
-    prompt_tokens: int
+    reason: str
+    tokens: int
     age_seconds: float
 
     @property

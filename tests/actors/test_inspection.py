@@ -524,11 +524,11 @@ def test_an_engine_that_serves_no_more_is_asked_all_the_same() -> None:
 def test_requests_without_parameters_are_counted_and_the_last_ones_named() -> None:
     async def test() -> None:
         async with engine("d", serves=True) as d:
-            named = (LocalPrefill(request_id="cmpl-x-0-1", has_params=False, prompt_tokens=7),)
+            named = (LocalPrefill(request_id="cmpl-x-0-1", reason="absent", tokens=7),)
             d.supervisor.deliver(LocalPrefillsSeen(count=3, named=named))
             found = await asked(d)
             (row,) = found.engines[0].of(LocalPrefillRow)
-            assert (row.request_id, row.has_params, row.prompt_tokens) == ("cmpl-x-0-1", False, 7)
+            assert (row.request_id, row.reason, row.tokens) == ("cmpl-x-0-1", "absent", 7)
             assert found.engines[0].of(EngineRow)[0].counts.local_prefills == 3
 
     run(test)

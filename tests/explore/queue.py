@@ -10,7 +10,7 @@ has failed. Whoever runs has all blocks that it needs.
 
 Everything else is a choice that the search makes both ways: a request comes, in any order; a step; a load ends, or
 fails, with or without its blocks in quarantine; a quarantine ends, or never does; a request ends, with or without its
-blocks being lent back; the client leaves.
+blocks being lent back; the client leaves; the cache loses what was loaded.
 
 Requests may name one lease. Then there are the ranks, too: they are told with each step what has been decided before
 it, and let go of the lease when those that they have heard of have ended, which the core hears of later. A READ that
@@ -146,8 +146,9 @@ class Held(NamedTuple):
         is_kept: until they are told to let go.
         is_gone: they have let go.
         has_begun: something was read.
-        is_cached: a load of it has ended well, so the cache has it, where what is loaded is shared.
-        is_spoilt: a load of it has failed, or somebody has let go without one: others may try, and may come too late.
+        is_cached: a load of it has ended well, and the cache still has it, where what is loaded is shared.
+        is_spoilt: a load of it has failed, or, where others were to share it, was aborted: these may try, and may come
+            too late.
     """
 
     users: frozenset[int] = frozenset()
@@ -282,7 +283,7 @@ class _Turn:
     def ask(self, request: int) -> Answer:
         shares, lease = self.setting.shares, self.lease(request)
         pays = request in self.unread and not (shares and lease >= 0 and self.leases[lease].is_cached)
-        asked = Asked(request_id=str(request), room=self.room(request), pays=pays, computes_if_taken=not shares)
+        asked = Asked(request_id=str(request), room=self.room(request), pays=pays)
         answer, effects = self.core.ask(asked)
         self._take(effects)
         if answer is Answer.LOAD and not pays:
@@ -298,10 +299,10 @@ class _Turn:
                     self._order(READ, request)
                 case ReleaseUnread(source=request):
                     self._become(request)
-                    self._note_end(request, is_loaded=False)
                     self._order(LEFT, request)
                 case AbortLoad(request_id=request_id):
-                    self._note_end(int(request_id), is_loaded=False)
+                    if self.setting.shares:
+                        self._note_end(int(request_id), is_loaded=False)
                     self.loading.remove(int(request_id))
                     self.read.discard(int(request_id))
                     self._order(LEFT, int(request_id))
@@ -346,7 +347,7 @@ class _Turn:
                 self._leave(subject)
             elif not self.leases[self.lease(subject)].is_gone:
                 self._join(subject, reads=command == READ)
-            elif command == READ and not (self.setting.shares and self.leases[self.lease(subject)].is_spoilt):
+            elif command == READ and not self.leases[self.lease(subject)].is_spoilt:
                 raise _Wrong(f"request {subject} reads what the ranks have let go of")
         self.commands.clear()
 
@@ -405,6 +406,10 @@ class _Turn:
         if quarantines:
             self.quarantined.append(request)
         self.tell(LoadEnded(request_id=str(request), has_failed=fails))
+
+    def lose(self, lease: int) -> None:
+        """Its blocks are somebody else's, so whoever comes later finds nothing in the cache."""
+        self.leases[lease] = self.leases[lease]._replace(is_cached=False)
 
     def end(self, request: int, *, is_lent_back: bool = False) -> None:
         self.stages[request] = OVER
@@ -492,6 +497,9 @@ def _choices(setting: Setting, world: World) -> Iterator[Choice]:
             yield f"the client of {name} leaves", False, lambda turn, request=request: turn.end(request)
         if setting.aborts and stage == LOADING:
             yield f"the client of {name} leaves", False, _abort_loading(request)
+    for lease, held in enumerate(world.leases):
+        if setting.shares and held.is_cached:
+            yield f"the cache loses what {lease} lends", False, lambda turn, lease=lease: turn.lose(lease)
     for request in world.quarantined:
         yield f"the READ of {request} ends", False, lambda turn, request=request: turn.quarantined.remove(request)
     for request in world.lent_back:

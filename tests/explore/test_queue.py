@@ -97,11 +97,16 @@ def _loads_again(core: Loads, asked: Asked) -> Answer:
     return Answer.LOAD if answer is Answer.COMPUTE and asked.request_id == "0" else answer
 
 
-def _lets_go_early(core: Loads, ended: load.Load) -> None:
+def _lets_go_early(core: Loads, ended: load.Load, after: State, *, has_failed: bool) -> None:
     """Although others want the lease."""
     if ended.lease is not None and not core._shares:
         core._effects.append(LetGo(source=ended.source))
-    Loads._let_go(core, ended)
+    Loads._let_go(core, ended, after, has_failed=has_failed)
+
+
+def _forgets_what_was_loaded(core: Loads, ended: load.Load, after: State, *, has_failed: bool) -> None:
+    """While others want the lease: they would try, as after a load that was aborted."""
+    Loads._let_go(core, ended, State.ENDED, has_failed=has_failed)
 
 
 BROKEN = {
@@ -112,8 +117,9 @@ BROKEN = {
     "loads begin beside one that lacks room": broken(_are_suspended=property(lambda core: False)),
     "who has ended is not forgotten": broken(_leave_queue=lambda core, request_id: None),
     "what is read is read once more": broken(_answer=_loads_again),
-    "samples are read side by side": broken(_is_being_read=lambda core, lease: False),
+    "samples are read side by side": broken(_is_waited_for=lambda core, lease: False),
     "what was let go of is read": broken(is_taken=lambda core, request_id: False),
+    "what one has loaded is tried by others": broken(_let_go=_forgets_what_was_loaded),
     "the first one to end lets go": broken(_let_go=_lets_go_early),
     "nobody lets go": broken(__init__=lambda core, *, shares: Loads.__init__(core, shares=True)),
 }

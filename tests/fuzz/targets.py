@@ -113,7 +113,7 @@ _INSPECT = Inspect(number=1, what="requests", match="cmpl", first=3, rows=10)
 _ASK_SUMS = control.AskSums(lease=_LEASES[0], part=1)
 _LEAVE = administration.Leave(grace_ns=30_000_000_000, secret=bytes(range(16)))
 MEET = administration.Meet(places=("127.0.0.1:1", "[::1]:1"))
-_ROW = inspection.LocalPrefillRow(request_id="cmpl-1", has_params=True, prompt_tokens=5, age_seconds=1.5)
+_ROW = inspection.LocalPrefillRow(request_id="cmpl-1", reason="absent", tokens=5, age_seconds=1.5)
 _LIMITS = LendingLimits(lease_ns=30_000_000_000, total_ns=900_000_000_000)
 
 

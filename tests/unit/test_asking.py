@@ -105,7 +105,7 @@ class Worker:
         if not self._left:
             await trio.sleep_forever()
         self._left -= 1
-        row = LocalPrefillRow(request_id="r", has_params=False, prompt_tokens=1, age_seconds=1.0)
+        row = LocalPrefillRow(request_id="r", reason="absent", tokens=1, age_seconds=1.0)
         answer = AnswerBuilder(1)
         answer.add(row)
         return answer.frames(self._asked, wall=0.0, total=9, first=self._asked.first, next_row=self._asked.first + 1)

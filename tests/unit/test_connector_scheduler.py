@@ -344,8 +344,8 @@ def test_the_workers_are_told_of_a_request_without_usable_parameters(params: dic
     engine.run("a", TOKENS, params)
     (seen,) = local_prefills(engine)
     (named,) = seen.named
-    assert (seen.count, named.request_id, named.prompt_tokens) == (1, "a", len(TOKENS))
-    assert named.has_params == bool(params)
+    assert (seen.count, named.request_id, named.tokens) == (1, "a", len(TOKENS))
+    assert named.reason == ("unusable" if params else "absent")
 
 
 def test_requests_that_are_lent_read_or_malformed_are_none_of_these() -> None:

@@ -433,7 +433,7 @@ def test_a_prefill_engine_that_drains_is_named_where_parameters_are_missing(role
 
 def lost(number: int, age_seconds: float = 1.0) -> list[LocalPrefillRow]:
     """Requests that came without parameters."""
-    row = LocalPrefillRow(request_id="cmpl-x", has_params=False, prompt_tokens=9, age_seconds=age_seconds)
+    row = LocalPrefillRow(request_id="cmpl-x", reason="absent", tokens=9, age_seconds=age_seconds)
     return [row] * number
 
 

@@ -7,11 +7,21 @@ from typing import Any
 import msgspec
 import pytest
 
-from connector.observe.advice import NO_PARAMETERS, NO_ROOM, NOT_READ, WHAT_TO_DO, advice_of, told
+from connector.observe.advice import (
+    ALREADY_READ,
+    FREED_ON_P,
+    NO_PARAMETERS,
+    NO_ROOM,
+    NOT_READ,
+    WHAT_TO_DO,
+    advice_of,
+    told,
+)
 from connector.observe.asking import Address
+from connector.observe.catalogue import LOCAL_PREFILLS
 from connector.observe.course import brought_together
 from connector.observe.explanation import Case, Explanation, Live, Said, explain, explain_nothing, find
-from connector.observe.explanation.not_read import LEASE_WAITING
+from connector.observe.explanation.not_read import LEASE_WAITING, NOTHING_READ
 from connector.observe.explanation.rows import by_type
 from connector.observe.explanation.waiting import WAITING
 from connector.observe.live import EngineReport, RankReport, Silent
@@ -170,7 +180,7 @@ def test_there_is_something_to_do_for_every_kind_of_failure() -> None:
         return {base}.union(*map(leaves, below)) - {base} if below else {base}
 
     kinds = {each.__name__ for each in leaves(Failure)}
-    assert WHAT_TO_DO.keys() == kinds | {NO_PARAMETERS, NO_ROOM, NOT_READ}
+    assert WHAT_TO_DO.keys() == kinds | {NO_PARAMETERS, NO_ROOM, NOT_READ, ALREADY_READ, FREED_ON_P}
 
 
 @pytest.mark.parametrize("failure", EXAMPLES, ids=lambda failure: failure.kind)
@@ -561,20 +571,41 @@ def test_one_whose_load_has_failed_and_that_now_lacks_room_waits() -> None:
 # --- parameters that were lost, and leases that nobody reads ----------------------------------------------------------
 
 
-def local_prefill(name: str = D_NAME, *, has_params: bool = False) -> Said[LocalPrefillRow]:
-    return Said("D", 0, LocalPrefillRow(request_id=name, has_params=has_params, prompt_tokens=100, age_seconds=2.0))
+def local_prefill(name: str = D_NAME, *, reason: str = "absent") -> Said[LocalPrefillRow]:
+    return Said("D", 0, LocalPrefillRow(request_id=name, reason=reason, tokens=100, age_seconds=2.0))
 
 
 @pytest.mark.parametrize(
-    ("has_params", "word"), [(False, "no kv_transfer_params"), (True, "neither do_remote_prefill nor")]
+    ("reason", "word"), [("absent", "no kv_transfer_params"), ("unusable", "neither do_remote_prefill nor")]
 )
-def test_one_without_parameters(has_params: bool, word: str) -> None:
-    live = said_by(local_prefill(has_params=has_params))
+def test_one_without_parameters(reason: str, word: str) -> None:
+    live = said_by(local_prefill(reason=reason))
     answer = the_answer([], live)
     assert answer.cause.startswith(f"{NO_PARAMETERS}: ")
     assert word in answer.cause
     assert "D, which computed the prompt itself" in answer.cause
     assert answer.outcome == "computed_locally"
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind"), [("continued", ALREADY_READ), ("window", FREED_ON_P), ("no_room", NO_ROOM)]
+)
+def test_one_of_which_nothing_was_read_though_it_had_parameters(reason: str, kind: str) -> None:
+    """The router has lost nothing."""
+    answer = the_answer(lent(LENT[:2]), said_by(local_prefill(reason=reason)))
+    assert answer.cause.startswith(f"{kind}: D computed ")
+    assert (answer.kind, answer.outcome, answer.side, answer.advice) == (
+        kind,
+        "computed_locally",
+        "D",
+        WHAT_TO_DO[kind],
+    )
+    assert not any("the router has lost" in fact for fact in answer.facts)
+
+
+def test_each_reason_of_a_local_prefill_is_explained() -> None:
+    reasons = {reason for (reason,) in LOCAL_PREFILLS.series}
+    assert reasons == NOTHING_READ.keys() | {"absent", "unusable"}
 
 
 def test_one_without_parameters_whose_blocks_are_lent_is_one_answer() -> None:

@@ -110,6 +110,20 @@ def test_where_a_load_fails_the_others_try_at_once(specs: list[Any], recomputes:
     assert samples.read == [first, *others]
 
 
+@pytest.mark.parametrize("caches", [True, False])
+def test_parameters_that_come_again_after_a_failed_load_are_the_ranks_matter(caches: bool) -> None:
+    """A router tries again. If nothing is lent any more that load fails, too, as the policy says: it is not computed
+    behind the back of who wants to know."""
+    samples = Samples([full()], caches=caches)
+    first = samples.come()
+    samples.decode.step()
+    samples.fail(first)
+    samples.run()
+    again = samples.come()
+    samples.decode.step()
+    assert samples.read == [first, again]
+
+
 @SHARED
 def test_where_the_client_of_the_first_leaves_the_others_read(specs: list[Any]) -> None:
     samples = Samples(specs)
@@ -122,17 +136,19 @@ def test_where_the_client_of_the_first_leaves_the_others_read(specs: list[Any]) 
 
 
 @SHARED
-def test_parameters_that_come_again_for_what_is_not_cached_are_the_ranks_matter(specs: list[Any]) -> None:
-    """A router repeats them. Whether the lease is still held, they know: if not, the load fails, as the policy says."""
+def test_one_that_comes_when_the_cache_has_lost_the_prompt_is_computed(specs: list[Any]) -> None:
+    """P may have its blocks back: of a sample that is handed over late, or of parameters that a router repeats."""
     samples = Samples(specs)
     first = samples.come()
     samples.decode.step()
     samples.decode.loaded(first)
     samples.run()
     assert samples.decode.scheduler.reset_prefix_cache()
-    again = samples.come()
-    samples.decode.step()
-    assert samples.read == [first, again]
+    late = samples.come()
+    samples.run()
+    assert (samples.read, samples.unread) == ([first], [late])
+    assert set(samples.decode.finished) == {first, late}
+    assert samples.decode.computed[late] - 3 == len(PROMPT)
 
 
 @SHARED

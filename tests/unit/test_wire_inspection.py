@@ -41,7 +41,7 @@ QUESTION = Inspect(number=3, what="requests", match="abc", first=256)
 
 
 def local_prefill(number: int) -> LocalPrefillRow:
-    return LocalPrefillRow(request_id=f"r-{number}", has_params=False, prompt_tokens=number, age_seconds=0.5)
+    return LocalPrefillRow(request_id=f"r-{number}", reason="absent", tokens=number, age_seconds=0.5)
 
 
 def widest_lease() -> LeaseRow:

@@ -222,11 +222,12 @@ _QUARANTINED = _Columns(
     },
 )
 _LOCAL_PREFILLS = _Columns(
-    "Without kv_transfer_params",
+    "Computed here",
     LocalPrefillRow,
     {
         "request": lambda row: row.request_id,
-        "tokens": lambda row: row.prompt_tokens,
+        "reason": lambda row: row.reason,
+        "tokens": lambda row: row.tokens,
         "since": lambda row: _age(row.age_seconds),
     },
     rows_max=5,

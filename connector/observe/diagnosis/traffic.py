@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
+from connector.observe import catalogue
 from connector.observe.advice import NO_PARAMETERS, WHAT_TO_DO, told
 from connector.observe.diagnosis.finding import Finding, about, facts_of
 from connector.observe.diagnosis.reachable import left_in_peace
@@ -131,7 +132,7 @@ def local_prefills(engines: Sequence[EngineReport], leaving: Sequence[str]) -> I
         share = recent / (recent + others) if recent else 0.0
         is_many = recent >= LOCAL_PREFILLS_MANY or (recent >= LOCAL_PREFILLS_FEW and share > LOCAL_PREFILLS_SHARE)
         last = f"; in the last {duration(seconds)} {recent} of {recent + others} requests ({share:.0%})"
-        if (example := next(iter(rank.of(LocalPrefillRow)), None)) is not None:
+        if (example := next(_without_parameters(rank), None)) is not None:
             last += f"; the last one was {example.request_id}, {duration(example.age_seconds)} ago"
         if engine.role == "kv_producer":
             what = f"{count} request(s) came to {engine.name} without do_remote_decode, and were not lent{last}"
@@ -160,7 +161,11 @@ def _recent_local_prefills(rank: RankReport, machine: str) -> tuple[int, int, fl
         row.record.machine == machine and row.record.from_state is None and row.age_seconds <= seconds
         for row in rank.of(RecordRow)
     )
-    return sum(row.age_seconds <= seconds for row in rank.of(LocalPrefillRow)), others, seconds
+    return sum(row.age_seconds <= seconds for row in _without_parameters(rank)), others, seconds
+
+
+def _without_parameters(rank: RankReport) -> Iterator[LocalPrefillRow]:
+    return (row for row in rank.of(LocalPrefillRow) if row.reason in (catalogue.ABSENT, catalogue.UNUSABLE))
 
 
 def _reach_seconds(rank: RankReport) -> float:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from connector.observe.advice import NO_PARAMETERS, NOT_READ, WHAT_TO_DO
+from connector.observe import catalogue
+from connector.observe.advice import ALREADY_READ, FREED_ON_P, NO_PARAMETERS, NO_ROOM, NOT_READ, WHAT_TO_DO
 from connector.observe.explanation.answer import (
     Explanation,
     capital,
@@ -133,12 +134,34 @@ def _let_go_unread(case: Case) -> str:
     return ", ".join(sorted({each.engine_id for each in holds}))
 
 
+NOTHING_READ = {
+    catalogue.CONTINUED: (
+        ALREADY_READ,
+        "{engine} computed what it had not cached of it: it had let go of what the kv_transfer_params name, "
+        "which another request with the same ones had read",
+    ),
+    catalogue.WINDOW: (
+        FREED_ON_P,
+        "{engine} computed the prompt itself: P lends too little of a window, which had moved on there",
+    ),
+    catalogue.NO_ROOM: (
+        NO_ROOM,
+        "{engine} computed the prompt itself: it began no load, because another request, whose load had failed, did "
+        "not fit into its cache beside blocks in quarantine or lent back",
+    ),
+}
+"""By reason, of local prefills that did come with parameters: the kind, and the cause."""
+
+
 def explain_local_prefill(case: Case, said: Said[LocalPrefillRow], live: Live) -> Explanation:
     row, facts = said.row, live.facts(said.engine_id)
+    if row.reason in NOTHING_READ:
+        kind, cause = NOTHING_READ[row.reason]
+        return _explain_computed(case, said, kind, f"{kind}: {cause.format(engine=said.engine_id)}", WHAT_TO_DO[kind])
     had = (
-        "kv_transfer_params with neither do_remote_prefill nor do_remote_decode"
-        if row.has_params
-        else "no kv_transfer_params"
+        "no kv_transfer_params"
+        if row.reason == catalogue.ABSENT
+        else "kv_transfer_params with neither do_remote_prefill nor do_remote_decode"
     )
     is_prefill = facts is not None and facts.role == "kv_producer"
     where = "P, which did not lend what it computed" if is_prefill else "D, which computed the prompt itself"
@@ -148,23 +171,37 @@ def explain_local_prefill(case: Case, said: Said[LocalPrefillRow], live: Live) -
         advice = 'have the router send kv_transfer_params {"do_remote_decode": true} to P'
     elif live.leaving and not (case.leases or case.story.leases):
         cause += f"; {_say_who_leaves(live.leaving)}"
-    more = [f"{row.prompt_tokens} tokens of prompt, {how_long(row.age_seconds)} ago"]
+    lost: tuple[str, ...] = ()
     if case.leases or case.story.leases:
-        more.append("a prefill engine lent the blocks of this prompt: the router has lost the parameters on the way")
+        lost = ("a prefill engine lent the blocks of this prompt: the router has lost the parameters on the way",)
+    return _explain_computed(case, said, NO_PARAMETERS, cause, advice, lost, side="P" if is_prefill else "D")
+
+
+def _explain_computed(
+    case: Case,
+    said: Said[LocalPrefillRow],
+    kind: str,
+    cause: str,
+    advice: str,
+    more: tuple[str, ...] = (),
+    *,
+    side: str = "D",
+) -> Explanation:
+    row = said.row
     return Explanation(
         request=row.request_id,
         cause=cause,
         outcome="computed_locally",
-        kind=NO_PARAMETERS,
+        kind=kind,
         state="computed locally",
-        side="P" if is_prefill else "D",
+        side=side,
         engine_id=said.engine_id,
         rank=said.rank,
         since_seconds=row.age_seconds,
         next="nothing: the client gets a right answer, later than it could",
         advice=advice,
         happened=happened(case),
-        facts=(*more, *facts_of_leases(case)),
+        facts=(f"{row.tokens} tokens of prompt, {how_long(row.age_seconds)} ago", *more, *facts_of_leases(case)),
     )
 
 
@@ -189,6 +226,5 @@ def explain_nothing(text: str, live: Live, looked_at: Sequence[str], *, is_trace
         f"No request with {text!r} in its id. Looked at: {where}.{back}{silent}{leaves} Either the router never sent "
         "it to these engines, or under another id; or it waits in vLLM's queue, on a prefill engine, or on D with "
         "parameters that will be refused; or it ended before their records begin; or its client left while it was in "
-        "vLLM's queue; or nothing had to be read for it: D had it cached, or its prompt goes on from one that was read "
-        "before." + (TRACE_LACKS if is_trace else "")
+        "vLLM's queue; or nothing had to be read for it: D had it cached." + (TRACE_LACKS if is_trace else "")
     )

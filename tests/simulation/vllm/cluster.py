@@ -51,6 +51,9 @@ ABORTS_IN_PREFILL = ("WAITING", "RUNNING", "PREEMPTED", "PREEMPTED")
 """Preemption is rare, so clients wait for it twice as often."""
 ABORTS_IN_READ_BACK = ("WAITING_FOR_REMOTE_KVS", LOADED)
 READ_BACK_ABORT_SHARE = 0.15
+GAP_SHARE = 0.5
+GAP_SECONDS_MAX = 0.5
+"""How much later than the first one a sample comes: vLLM hands them over one by one."""
 WITH_WINDOWS = "with windows"
 WITH_DRAFTS = "with drafts"
 WITH_STATES = "with states"
@@ -106,6 +109,7 @@ class VllmCluster(Cluster):
         self._mistakes = generator(plan.seed, "prompts of others")
         self._stops = generator(plan.seed, "stop tokens")
         self._priorities = generator(plan.seed, "priorities")
+        self._gaps = generator(plan.seed, "gaps between samples")
         self._departures = generator(plan.seed, "departures while an answer is read back")
         self._texts = [_tokens(self._chance, PROMPT_TOKENS_MAX) for _ in range(TEXTS)]
 
@@ -216,13 +220,23 @@ class VllmCluster(Cluster):
             for sample, engine in enumerate(asked)
         ]
         async with trio.open_nursery() as nursery:
+            # On another engine one may come when all others have let go of the lease (docs/limits.md).
+            late = [each for each in samples[1:] if each[0] is decode and self._gaps.random() < GAP_SHARE]
             for engine, ask in samples:
-                engine.submit(ask)
-            for engine, ask in samples:
-                nursery.start_soon(self._wait, engine, ask)
+                if (engine, ask) not in late:
+                    engine.submit(ask)
+                    nursery.start_soon(self._wait, engine, ask)
+            for engine, ask in late:
+                nursery.start_soon(self._submit_later, engine, ask, self._gaps.uniform(0.0, GAP_SECONDS_MAX))
         if chance.random() < 0.08:
             await self._repeat(number, prompt, params, decode)
         return next((ask for _, ask in samples if ask.answer_params is not None), None)
+
+    async def _submit_later(self, engine: VllmEngine, ask: Ask, gap_seconds: float) -> None:
+        await trio.sleep(gap_seconds)
+        self._requests.cover("a sample that comes late")
+        engine.submit(ask)
+        await self._wait(engine, ask)
 
     def _draw_abort_on_prefill(self, reads_back: bool) -> str | None:
         status = self._chance.choice(ABORTS_IN_PREFILL) if self._chance.random() < 0.1 else None
