@@ -29,14 +29,16 @@ failed, nobody waits for a second one: each tries, and the ranks know whether th
 of them reads, and the ranks keep the lease until they are told that nobody here wants it any more (`LetGo`): they would
 let go of it with the first READ that ends, of which this core hears later.
 
-Who comes when what is lent was let go of (is taken) computes what it does not find in the cache. Not if its last load
-has failed: then whoever comes is told so by the ranks, and whether it is computed is a matter of the policy.
+Who comes when what is lent was let go of because it has served (is taken) computes what it does not find in the cache.
+If it has served nobody, because its loads have failed or the clients have left, the ranks tell whoever comes, and
+whether that one is computed is a matter of the policy.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import msgspec
@@ -159,6 +161,24 @@ LoadEffect: TypeAlias = (
 )
 
 
+@dataclass(slots=True)
+class _Lease:
+    """What is lent, by the requests that are queued with it or load.
+
+    Attributes:
+        users: these. Never empty.
+        was_tried: a load has failed or was aborted.
+        has_served: a load has ended well, or a request has its blocks without one.
+    """
+
+    users: set[str] = field(default_factory=set)
+    was_tried: bool = False
+    has_served: bool = False
+
+    def copy(self) -> _Lease:
+        return _Lease(set(self.users), self.was_tried, self.has_served)
+
+
 # --- the core -------------------------------------------------------------------------------------------------------
 
 
@@ -190,11 +210,9 @@ class Loads:
         # were lent back.
         self._without_room: set[str] = set()
         self._behind_lent_back: set[str] = set()
-        # Of each lease, the requests that are queued or load. Never empty.
-        self._users: dict[str, set[str]] = {}
-        # Those of these leases of which a load has failed or was aborted.
-        self._tried: set[str] = set()
-        # The leases that were let go of.
+        # Those that requests in these states name.
+        self._leases: dict[str, _Lease] = {}
+        # The leases that have served, and that were let go of.
         self._taken = Remembered(TAKEN_MAX)
         self.has_to_step = False
         # Of the event that is being taken in.
@@ -208,7 +226,7 @@ class Loads:
                 self._end(request_id, has_failed=False)
                 self._put(None, Load(request_id=request_id, source=source, heard_ns=now_ns, lease=lease))
                 if lease is not None:
-                    self._users.setdefault(lease, set()).add(request_id)
+                    self._leases.setdefault(lease, _Lease()).users.add(request_id)
             case Allocated(request_id=request_id, loads=loads):
                 self._leave_queue(request_id)
                 self._step(request_id, machine.Allocated(now_ns=now_ns, loads=loads))
@@ -237,7 +255,7 @@ class Loads:
         return len(self._behind_lent_back) > 0
 
     def is_taken(self, request_id: str) -> bool:
-        """Whether what is lent to it was let go of."""
+        """Whether what is lent to it has served others, and was let go of."""
         load = self._loads.get(request_id)
         return load is not None and load.lease is not None and load.lease in self._taken
 
@@ -265,9 +283,9 @@ class Loads:
 
     def _is_waited_for(self, lease: str | None) -> bool:
         """Whether one is reading it, in which others will find what they need."""
-        if lease is None or lease in self._tried:
+        if lease is None or self._leases[lease].was_tried:
             return False
-        return any(user in self.loading for user in self._users[lease])
+        return any(user in self.loading for user in self._leases[lease].users)
 
     @property
     def _are_suspended(self) -> bool:
@@ -322,30 +340,26 @@ class Loads:
         self._put(before, after)
         for effect in effects:
             if isinstance(effect, machine.LetGo):
-                self._let_go(before, after.state, has_failed=effect.has_failed)
+                self._let_go(before, after.state, is_served=effect.is_served)
             else:
                 self._effects.append(effect)
         if were_suspended and not self._are_suspended:
             self._effects.append(SayLoadsAgain())
 
-    def _let_go(self, load: Load, after: State, *, has_failed: bool) -> None:
-        lease = load.lease
-        if lease is None:
+    def _let_go(self, load: Load, after: State, *, is_served: bool) -> None:
+        if load.lease is None:
             return
-        users = self._users[lease]
-        users.discard(load.request_id)
-        if not users:
-            del self._users[lease]
-            self._tried.discard(lease)
-            if not has_failed:
-                self._taken.add(lease)
+        lease = self._leases[load.lease]
+        lease.users.remove(load.request_id)
+        lease.has_served = lease.has_served or is_served
+        lease.was_tried = lease.was_tried or (load.state is State.LOADING and not is_served)
+        # Where it is shared, the ranks let go with the READ, perhaps before they have heard of those who wait here.
+        if lease.has_served and (not lease.users or (self._shares and after is State.LOADED)):
+            self._taken.add(load.lease)
+        if not lease.users:
+            del self._leases[load.lease]
             if not self._shares:
                 self._effects.append(LetGo(source=load.source))
-        # Where it is shared, the ranks let go with the READ, perhaps before they have heard of those who wait here.
-        elif self._shares and after is State.LOADED:
-            self._taken.add(lease)
-        elif load.state is State.LOADING:
-            self._tried.add(lease)
 
     def _put(self, before: Load | None, after: Load) -> None:
         request_id = after.request_id
@@ -368,8 +382,7 @@ class Loads:
         other._lets_pass = self._lets_pass
         other._without_room = set(self._without_room)
         other._behind_lent_back = set(self._behind_lent_back)
-        other._users = {lease: set(users) for lease, users in self._users.items()}
-        other._tried = set(self._tried)
+        other._leases = {name: lease.copy() for name, lease in self._leases.items()}
         other._taken = self._taken.copy()
         other.has_to_step = self.has_to_step
         return other
@@ -383,6 +396,6 @@ class Loads:
             self._lets_pass,
             frozenset(self._without_room),
             frozenset(self._behind_lent_back),
-            frozenset(self._tried),
+            frozenset((name, lease.was_tried, lease.has_served) for name, lease in self._leases.items()),
             self._taken.freeze(),
         )

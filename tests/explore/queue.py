@@ -147,8 +147,7 @@ class Held(NamedTuple):
         is_gone: they have let go.
         has_begun: something was read.
         is_cached: a load of it has ended well, and the cache still has it, where what is loaded is shared.
-        is_spoilt: a load of it has failed, or, where others were to share it, was aborted: these may try, and may come
-            too late.
+        is_spoilt: a load of it has failed or was aborted, or a client has left: others may try, and may come too late.
     """
 
     users: frozenset[int] = frozenset()
@@ -297,12 +296,13 @@ class _Turn:
                     self._become(request)
                     self.loading.add(request)
                     self._order(READ, request)
-                case ReleaseUnread(source=request):
+                case ReleaseUnread(source=request, is_computed=is_computed):
                     self._become(request)
+                    if not is_computed:
+                        self._note_end(request, is_loaded=False)
                     self._order(LEFT, request)
                 case AbortLoad(request_id=request_id):
-                    if self.setting.shares:
-                        self._note_end(int(request_id), is_loaded=False)
+                    self._note_end(int(request_id), is_loaded=False)
                     self.loading.remove(int(request_id))
                     self.read.discard(int(request_id))
                     self._order(LEFT, int(request_id))

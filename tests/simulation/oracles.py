@@ -47,7 +47,15 @@ from connector.clock import NS_PER_SECOND, to_ns
 from connector.config import ConnectorOptions
 from connector.runtime.restarts import RESTART_DELAY_SECONDS_MAX
 from connector.wire import control
-from statemachine.failures import BadParams, ConnectorStopped, Corrupt, Failure, LeaseOver, QuarantineFull
+from statemachine.failures import (
+    BadParams,
+    BlocksConsumed,
+    ConnectorStopped,
+    Corrupt,
+    Failure,
+    LeaseOver,
+    QuarantineFull,
+)
 from statemachine.lease import LeaseName
 from tests.simulation.faults import HARMLESS_KINDS, KEEPER_KINDS, LOSSY_KINDS, Fault, Kind
 from tests.simulation.shapes import HEARD_SECONDS_MAX
@@ -222,6 +230,8 @@ class Oracles:
     _acquainted: dict[tuple[str, int, str], float] = field(default_factory=dict)
     """Decode engine, rank of it and owner of leases, once a request between them was done there; until the decode
     engine dies."""
+    _too_late: set[tuple[str, str, str]] = field(default_factory=set)
+    """Decode engine, owner and id of the leases that were over before it could hold them."""
 
     def complain(self, oracle: str, detail: str) -> None:
         self.violations.append(Violation(oracle=oracle, detail=detail, at_seconds=trio.current_time()))
@@ -379,7 +389,7 @@ class Oracles:
         if not self.isolates or pull.is_aborted or pull.may_fail or touched:
             return
         took_seconds = now - pull.started_seconds
-        if failure is not None and not (isinstance(failure, LeaseOver) and self._came_too_late(pull)):
+        if failure is not None and not self._came_too_late(pull, failure):
             self.complain(
                 "isolation",
                 f"{pull.request_id} of {pull.decode} from {pull.prefill}, which no fault touches: {failure}",
@@ -391,8 +401,16 @@ class Oracles:
                 f"{took_seconds:.3f} s",
             )
 
-    def _came_too_late(self, pull: Pull) -> bool:
-        """Whether its engine had no time to hold the lease before others had released it, or it was at its bound."""
+    def _came_too_late(self, pull: Pull, failure: Failure) -> bool:
+        """Whether its engine had no time to hold the lease before others had released it, or it was at its bound; or
+        has let go of it because of that."""
+        key = pull.decode, pull.owner, pull.remote_request_id
+        if isinstance(failure, LeaseOver) and self._is_over_early(pull):
+            self._too_late.add(key)
+            return True
+        return isinstance(failure, BlocksConsumed) and key in self._too_late
+
+    def _is_over_early(self, pull: Pull) -> bool:
         heard = pull.announced_seconds
         soon = max(self._hold_seconds(pull.decode, rank, pull.owner, heard) for rank in range(pull.ranks))
         return any(
