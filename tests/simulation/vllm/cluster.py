@@ -33,7 +33,7 @@ from tests.simulation.shapes import BLOCK_TOKENS, EngineShape, SecondGroup
 from tests.simulation.vllm.config import MAX_MODEL_TOKENS, draw_knobs
 from tests.simulation.vllm.content import sequence
 from tests.simulation.vllm.engine import DECODE, LOADED, PREFILL, VllmEngine
-from tests.simulation.vllm.oracles import Ask, Requests
+from tests.simulation.vllm.oracles import ABORTED, Ask, Requests
 
 TEXTS = 4
 PROMPT_TOKENS_MAX = 8 * BLOCK_TOKENS
@@ -227,13 +227,16 @@ class VllmCluster(Cluster):
                     engine.submit(ask)
                     nursery.start_soon(self._wait, engine, ask)
             for engine, ask in late:
-                nursery.start_soon(self._submit_later, engine, ask, self._gaps.uniform(0.0, GAP_SECONDS_MAX))
+                gap_seconds = self._gaps.uniform(0.0, GAP_SECONDS_MAX)
+                nursery.start_soon(self._submit_later, engine, ask, gap_seconds, samples[0][1])
         if chance.random() < 0.08:
             await self._repeat(number, prompt, params, decode)
         return next((ask for _, ask in samples if ask.answer_params is not None), None)
 
-    async def _submit_later(self, engine: VllmEngine, ask: Ask, gap_seconds: float) -> None:
+    async def _submit_later(self, engine: VllmEngine, ask: Ask, gap_seconds: float, first: Ask) -> None:
         await trio.sleep(gap_seconds)
+        if first.finish == ABORTED:
+            return  # its client has left, and wants none of the others either
         self._requests.cover("a sample that comes late")
         engine.submit(ask)
         await self._wait(engine, ask)
