@@ -76,14 +76,26 @@ PROOF = (
     Mutant(
         name="samples side by side",
         broken="a sample reads beside another one whose blocks it would find in the cache",
-        changes=(Edit(Loads._answer, "self._shares and not was_taken and ", "False and "),),
+        changes=(Edit(Loads._answer, "self._shares and ", "False and "),),
         place=ByTest(SAMPLES + "::test_one_reads_and_the_others_find_it_in_the_cache"),
     ),
     Mutant(
         name="samples one after the other",
         broken="when the load of a sample has failed, each of the others waits for the next one",
-        changes=(Edit(Loads._answer, "self._shares and not was_taken and ", "self._shares and "),),
+        changes=(Edit(Loads._is_waited_for, " or self._leases[lease].was_tried", ""),),
         place=ByTest(SAMPLES + "::test_where_a_load_fails_the_others_try_at_once"),
+    ),
+    Mutant(
+        name="late samples read",
+        broken="a sample whose others are loaded, and not in the cache any more, reads what was let go of",
+        changes=(Edit(Loads._answer, "asked.pays and self.is_taken(request_id)", "False"),),
+        place=ByTest(SAMPLES + "::test_one_that_comes_when_the_cache_has_lost_the_prompt_is_computed"),
+    ),
+    Mutant(
+        name="what has failed is computed in silence",
+        broken="a router that tries a failed request again has it computed, whatever the policy says",
+        changes=(Edit(Loads._let_go, "lease.has_served and (", "("),),
+        place=ByTest(SAMPLES + "::test_parameters_that_come_again_after_a_failed_load_are_the_ranks_matter"),
     ),
     Mutant(
         name="leases are not kept for samples",
