@@ -40,9 +40,9 @@ ENGINES := tests/e2e/test_engines.py tests/e2e/test_families.py tests/e2e/test_b
            tests/e2e/test_request_kinds.py tests/e2e/test_metrics.py tests/e2e/test_cache_reset.py \
            tests/e2e/test_routers.py tests/e2e/test_hostile_input.py tests/e2e/test_aborts.py \
            tests/e2e/test_security.py tests/e2e/test_why.py
-# Minutes of floods, churn, ten thousand requests or broken connectors. With every pair of engines that stands nowhere
-# else: test-long.
-LONG := tests/unit/test_ten_thousand_requests.py tests/simulation/test_soak.py \
+# Minutes of floods, churn, ten thousand requests or broken connectors, and what is a matter of NIXL's version alone. With
+# every pair of engines that stands nowhere else: test-long.
+LONG := tests/conformance/test_nixl_facts.py tests/unit/test_ten_thousand_requests.py tests/simulation/test_soak.py \
         tests/simulation/test_broken_connectors.py tests/actors/test_churn.py \
         tests/integration/test_attacks.py tests/integration/test_leaks.py
 SEEDS ?= 100
