@@ -121,9 +121,7 @@ class NoteWait(Effect, frozen=True, kw_only=True):
 
 
 class LetGo(Effect, frozen=True, kw_only=True):
-    """The request wants nothing more of what is lent. `is_served`: because it was loaded, or is computed."""
-
-    is_served: bool
+    """The request wants nothing more of what is lent."""
 
 
 Effects: TypeAlias = tuple[StartLoad | ReleaseUnread | AbortLoad | NoteWait | LetGo, ...]
@@ -153,7 +151,7 @@ def _release_unread(load: Load, *, is_computed: bool) -> Effects:
         was_suspended=load.is_suspended,
         was_taken=load.is_taken,
     )
-    return release, LetGo(is_served=is_computed)
+    return release, LetGo()
 
 
 def _allocate(load: Load, event: Allocated) -> tuple[Load, Effects]:
@@ -170,7 +168,7 @@ def _compute(load: Load, event: Allocated) -> tuple[Load, Effects]:
 def _end_load(load: Load, event: LoadEnded) -> tuple[Load, Effects]:
     state = State.FAILED if event.has_failed else State.LOADED
     waited = NoteWait(heard_ns=load.heard_ns, is_loaded=not event.has_failed)
-    return msgspec.structs.replace(load, state=state), (waited, LetGo(is_served=not event.has_failed))
+    return msgspec.structs.replace(load, state=state), (waited, LetGo())
 
 
 def _end_queued(load: Load, event: Ended) -> tuple[Load, Effects]:
@@ -179,7 +177,7 @@ def _end_queued(load: Load, event: Ended) -> tuple[Load, Effects]:
 
 def _end_loading(load: Load, event: Ended) -> tuple[Load, Effects]:
     waited = (NoteWait(heard_ns=load.heard_ns, is_loaded=False),) if event.has_failed else ()
-    ended = AbortLoad(request_id=load.request_id), LetGo(is_served=False)
+    ended = AbortLoad(request_id=load.request_id), LetGo()
     return msgspec.structs.replace(load, state=State.ENDED), (*waited, *ended)
 
 

@@ -29,9 +29,9 @@ failed, nobody waits for a second one: each tries, and the ranks know whether th
 of them reads, and the ranks keep the lease until they are told that nobody here wants it any more (`LetGo`): they would
 let go of it with the first READ that ends, of which this core hears later.
 
-Who comes when what is lent was let go of because it has served (is taken) computes what it does not find in the cache.
-If it has served nobody, because its loads have failed or the clients have left, the ranks tell whoever comes, and
-whether that one is computed is a matter of the policy.
+Who comes when what is lent has served others and was let go of (is taken) computes what it does not find in the cache.
+If it has served nobody, because their loads have failed for good (`fail`) or the clients have left, the ranks tell
+whoever comes, and whether that one is computed is a matter of the policy.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class _Lease:
     Attributes:
         users: these. Never empty.
         was_tried: a load has failed or was aborted.
-        has_served: a load has ended well, or a request has its blocks without one.
+        has_served: a request was loaded, or computed, because nothing was to be read or its load has failed.
     """
 
     users: set[str] = field(default_factory=set)
@@ -340,19 +340,19 @@ class Loads:
         self._put(before, after)
         for effect in effects:
             if isinstance(effect, machine.LetGo):
-                self._let_go(before, after.state, is_served=effect.is_served)
+                self._let_go(before, after.state)
             else:
                 self._effects.append(effect)
         if were_suspended and not self._are_suspended:
             self._effects.append(SayLoadsAgain())
 
-    def _let_go(self, load: Load, after: State, *, is_served: bool) -> None:
+    def _let_go(self, load: Load, after: State) -> None:
         if load.lease is None:
             return
         lease = self._leases[load.lease]
         lease.users.remove(load.request_id)
-        lease.has_served = lease.has_served or is_served
-        lease.was_tried = lease.was_tried or (load.state is State.LOADING and not is_served)
+        lease.has_served = lease.has_served or after is not State.ENDED
+        lease.was_tried = lease.was_tried or (load.state is State.LOADING and after is not State.LOADED)
         # Where it is shared, the ranks let go with the READ, perhaps before they have heard of those who wait here.
         if lease.has_served and (not lease.users or (self._shares and after is State.LOADED)):
             self._taken.add(load.lease)

@@ -97,16 +97,16 @@ def _loads_again(core: Loads, asked: Asked) -> Answer:
     return Answer.LOAD if answer is Answer.COMPUTE and asked.request_id == "0" else answer
 
 
-def _lets_go_early(core: Loads, ended: load.Load, after: State, *, is_served: bool) -> None:
+def _lets_go_early(core: Loads, ended: load.Load, after: State) -> None:
     """Although others want the lease."""
     if ended.lease is not None and not core._shares:
         core._effects.append(LetGo(source=ended.source))
-    Loads._let_go(core, ended, after, is_served=is_served)
+    Loads._let_go(core, ended, after)
 
 
-def _forgets_what_was_loaded(core: Loads, ended: load.Load, after: State, *, is_served: bool) -> None:
+def _forgets_what_was_loaded(core: Loads, ended: load.Load, after: State) -> None:
     """They try, as after a load that was aborted."""
-    Loads._let_go(core, ended, after, is_served=False)
+    Loads._let_go(core, ended, State.ENDED)
 
 
 BROKEN = {

@@ -124,6 +124,20 @@ def test_parameters_that_come_again_after_a_failed_load_are_the_ranks_matter(cac
     assert samples.read == [first, again]
 
 
+@pytest.mark.parametrize("caches", [True, False])
+def test_where_failed_loads_are_computed_so_is_what_comes_again(caches: bool) -> None:
+    """Without a load that is known to fail."""
+    samples = Samples([full()], caches=caches, recomputes=True)
+    first = samples.come()
+    samples.decode.step()
+    samples.fail(first)
+    samples.run()
+    again = samples.come()
+    samples.run()
+    assert samples.read == [first]
+    assert set(samples.decode.finished) == {first, again}
+
+
 @SHARED
 def test_where_the_client_of_the_first_leaves_the_others_read(specs: list[Any]) -> None:
     samples = Samples(specs)
