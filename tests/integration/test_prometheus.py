@@ -12,7 +12,7 @@ import re
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -137,6 +137,17 @@ class Prometheus:
             time.sleep(0.5)
         raise AssertionError(f"not {count} scrapes within {WAIT_SECONDS:g} s")
 
+    def wait_for_alerts(self, expected: dict[str, str]) -> None:
+        """Their states, at one evaluation; one of a counter that did not grow between two scrapes shows it later."""
+        deadline = time.monotonic() + WAIT_SECONDS
+        while (states := self._states_of(expected)) != expected:
+            assert time.monotonic() < deadline, states
+            time.sleep(0.5)
+
+    def _states_of(self, names: Collection[str]) -> dict[str, str]:
+        (group,) = self.ask("rules")["groups"]
+        return {rule["name"]: rule["state"] for rule in group["rules"] if rule["name"] in names}
+
     def _is_ready(self) -> bool:
         """It answers other questions with 503 while it opens its storage."""
         try:
@@ -202,11 +213,10 @@ def test_the_alerts_are_loaded_and_evaluated(prometheus: Prometheus) -> None:
     source = yaml.safe_load((OPERATIONS / "prometheus" / "alerts.yaml").read_text())
     assert [rule["name"] for rule in group["rules"]] == [rule["alert"] for rule in source["groups"][0]["rules"]]
     assert {rule["health"] for rule in group["rules"]} == {"ok"}
-    states = {rule["name"]: rule["state"] for rule in group["rules"]}
     # Every counter grows, every gauge is 1, and every duration is half a second.
-    assert states["NixlActorDown"] == "inactive"
-    assert states["NixlActorReceivesFail"] == "pending"
-    assert states["NixlActorLateReaders"] == "firing"
+    prometheus.wait_for_alerts(
+        {"NixlActorDown": "inactive", "NixlActorReceivesFail": "pending", "NixlActorLateReaders": "firing"}
+    )
 
 
 def test_prometheus_understands_the_page(prometheus: Prometheus) -> None:
