@@ -43,6 +43,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         began_ns: when it got blocks to read into.
         is_suspended: no load begins, so this one is not offered, and may be computed instead.
         is_taken: nor is it because what is lent was taken by others, and may be gone.
+        is_released: nothing will be read for it, which whoever lends has been told.
     """
 
     request_id: str
@@ -53,6 +54,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     began_ns: int = 0
     is_suspended: bool = False
     is_taken: bool = False
+    is_released: bool = False
 
 
 class Asked(Event, frozen=True, kw_only=True):
@@ -60,6 +62,10 @@ class Asked(Event, frozen=True, kw_only=True):
 
     is_suspended: bool = False
     is_taken: bool = False
+
+
+class Taken(Event, frozen=True, kw_only=True):
+    """What is lent has served another request, so that this one finds it in the cache, or is computed."""
 
 
 class NoRoomFound(Event, frozen=True, kw_only=True):
@@ -97,12 +103,18 @@ class StartLoad(Effect, frozen=True, kw_only=True):
 
 
 class ReleaseUnread(Effect, frozen=True, kw_only=True):
-    """Nothing is read: whoever lends may free its blocks. `is_computed`: vLLM computes what it needs of it; because no
-    load began (`was_suspended`), or what is lent was taken by others (`was_taken`)."""
+    """Nothing is read: whoever lends may free its blocks."""
 
     request_id: str
     source: Any
-    is_computed: bool
+
+
+class NoteComputed(Effect, frozen=True, kw_only=True):
+    """vLLM computes what it needs of it and does not find in the cache; because no load began (`was_suspended`), or
+    what is lent was taken by others (`was_taken`), or there is nothing to load."""
+
+    request_id: str
+    source: Any
     was_suspended: bool
     was_taken: bool
 
@@ -124,7 +136,7 @@ class LetGo(Effect, frozen=True, kw_only=True):
     """The request wants nothing more of what is lent."""
 
 
-Effects: TypeAlias = tuple[StartLoad | ReleaseUnread | AbortLoad | NoteWait | LetGo, ...]
+Effects: TypeAlias = tuple[StartLoad | ReleaseUnread | AbortLoad | NoteComputed | NoteWait | LetGo, ...]
 
 
 def _offer(load: Load, event: Asked) -> tuple[Load, Effects]:
@@ -143,20 +155,24 @@ def _regain_room(load: Load, event: RoomReturned) -> tuple[Load, Effects]:
     return msgspec.structs.replace(load, state=State.TO_COMPUTE), NO_EFFECTS
 
 
-def _release_unread(load: Load, *, is_computed: bool) -> Effects:
-    release = ReleaseUnread(
-        request_id=load.request_id,
-        source=load.source,
-        is_computed=is_computed,
-        was_suspended=load.is_suspended,
-        was_taken=load.is_taken,
-    )
-    return release, LetGo()
+def _release_unread(load: Load) -> Effects:
+    """Unless it has been."""
+    return () if load.is_released else (ReleaseUnread(request_id=load.request_id, source=load.source), LetGo())
+
+
+def _take(load: Load, event: Taken) -> tuple[Load, Effects]:
+    return msgspec.structs.replace(load, is_released=True), _release_unread(load)
 
 
 def _allocate(load: Load, event: Allocated) -> tuple[Load, Effects]:
     if not event.loads:
-        return msgspec.structs.replace(load, state=State.COMPUTED), _release_unread(load, is_computed=True)
+        computed = NoteComputed(
+            request_id=load.request_id,
+            source=load.source,
+            was_suspended=load.is_suspended,
+            was_taken=load.is_taken,
+        )
+        return msgspec.structs.replace(load, state=State.COMPUTED), (computed, *_release_unread(load))
     loading = msgspec.structs.replace(load, state=State.LOADING, began_ns=event.now_ns)
     return loading, (StartLoad(request_id=load.request_id, source=load.source),)
 
@@ -172,7 +188,7 @@ def _end_load(load: Load, event: LoadEnded) -> tuple[Load, Effects]:
 
 
 def _end_queued(load: Load, event: Ended) -> tuple[Load, Effects]:
-    return msgspec.structs.replace(load, state=State.ENDED), _release_unread(load, is_computed=False)
+    return msgspec.structs.replace(load, state=State.ENDED), _release_unread(load)
 
 
 def _end_loading(load: Load, event: Ended) -> tuple[Load, Effects]:
@@ -193,9 +209,10 @@ MACHINE: Machine[Load, Effects] = Machine(
     states=State,
     initial=_QUEUED,
     terminal=frozenset({State.LOADED, State.COMPUTED, State.ENDED}),
-    events=(Asked, NoRoomFound, RoomReturned, Allocated, LoadEnded, Ended),
+    events=(Asked, Taken, NoRoomFound, RoomReturned, Allocated, LoadEnded, Ended),
     table={
         (_QUEUED, Asked): to(_offer, _QUEUED),
+        (_QUEUED, Taken): to(_take, _QUEUED),
         (_QUEUED, Allocated): to(_allocate, _LOADING, State.COMPUTED),
         (_QUEUED, Ended): to(_end_queued, State.ENDED),
         (_LOADING, LoadEnded): to(_end_load, State.LOADED, _FAILED),
@@ -212,12 +229,14 @@ MACHINE: Machine[Load, Effects] = Machine(
     },
     ignored={
         **pairs((_QUEUED,), (NoRoomFound,), "it waits as any other request does, and nothing is reserved for it"),
+        **pairs((_LOADING,), (Taken,), "it reads the same, and the ranks have heard of that before they let go"),
         **pairs((_LOADING,), (Asked, NoRoomFound, Allocated), "vLLM has parked it"),
         **pairs((_TO_COMPUTE, _WITHOUT_ROOM), (Asked,), "it is queued as any other request"),
         **pairs((_WITHOUT_ROOM,), (NoRoomFound,), "that is known"),
         **pairs((_QUEUED, _FAILED, _TO_COMPUTE, _WITHOUT_ROOM), (LoadEnded,), "nothing is read for it; said twice"),
     },
     impossible={
+        **pairs((_FAILED, _TO_COMPUTE, _WITHOUT_ROOM), (Taken,), "it wants nothing of what is lent any more"),
         **pairs((_QUEUED, _LOADING, _FAILED, _TO_COMPUTE), (RoomReturned,), "it does not lack any"),
         **pairs((_FAILED,), (NoRoomFound,), "whoever asks first is queued behind others, whatever room there is"),
     },

@@ -24,10 +24,11 @@ same, so no load would begin: prompts are computed here until it has its blocks 
 
 Several requests may name one lease: the samples of a prompt (`n`), which vLLM hands over one by one, or prompts that go
 on from the lent one. Whoever lends frees its blocks when a reader has let go of them. Where others find in the cache
-what one has loaded (`shares`), one reads: who asks meanwhile is passed over until that load has ended. If it has
-failed, nobody waits for a second one: each tries, and the ranks know whether they still hold the lease. Elsewhere each
-of them reads, and the ranks keep the lease until they are told that nobody here wants it any more (`LetGo`): they would
-let go of it with the first READ that ends, of which this core hears later.
+what one has loaded (`shares`), one reads: who asks meanwhile is passed over until that load has ended, and then all
+others let go, however long they are queued. If it has failed, nobody waits for a second one: each tries, and the ranks
+know whether they still hold the lease. Elsewhere each of them reads, and the ranks keep the lease until they are told
+that nobody here wants it any more (`LetGo`): they would let go of it with the first READ that ends, of which this core
+hears later.
 
 Who comes when what is lent has served others and was let go of (is taken) computes what it does not find in the cache.
 If it has served nobody, because their loads have failed for good (`fail`) or the clients have left, the ranks tell
@@ -45,9 +46,11 @@ import msgspec
 
 from statemachine import load as machine
 from statemachine.kernel import Effect, Event
-from statemachine.load import AbortLoad, Load, NoteWait, ReleaseUnread, StartLoad, State
+from statemachine.load import AbortLoad, Load, NoteComputed, NoteWait, ReleaseUnread, StartLoad, State
 from statemachine.remembered import Remembered
 
+SERVED = frozenset({State.LOADED, State.FAILED, State.COMPUTED})
+"""In which a request has got what it needs of what is lent, or computes it."""
 TAKEN_MAX = 16_384
 """Leases that were let go of and are remembered: more than are taken while a tool that vLLM runs answers."""
 
@@ -157,7 +160,16 @@ class SayLoadsAgain(Effect, frozen=True, kw_only=True):
 
 
 LoadEffect: TypeAlias = (
-    StartLoad | ReleaseUnread | AbortLoad | NoteWait | LetGo | SayNoRoom | SayRoomFound | SayNoLoads | SayLoadsAgain
+    StartLoad
+    | ReleaseUnread
+    | AbortLoad
+    | NoteComputed
+    | NoteWait
+    | LetGo
+    | SayNoRoom
+    | SayRoomFound
+    | SayNoLoads
+    | SayLoadsAgain
 )
 
 
@@ -167,16 +179,18 @@ class _Lease:
 
     Attributes:
         users: these. Never empty.
+        loading: how many of them load.
         was_tried: a load has failed or was aborted.
         has_served: a request was loaded, or computed, because nothing was to be read or its load has failed.
     """
 
     users: set[str] = field(default_factory=set)
+    loading: int = 0
     was_tried: bool = False
     has_served: bool = False
 
     def copy(self) -> _Lease:
-        return _Lease(set(self.users), self.was_tried, self.has_served)
+        return _Lease(set(self.users), self.loading, self.was_tried, self.has_served)
 
 
 # --- the core -------------------------------------------------------------------------------------------------------
@@ -257,7 +271,7 @@ class Loads:
     def is_taken(self, request_id: str) -> bool:
         """Whether what is lent to it has served others, and was let go of."""
         load = self._loads.get(request_id)
-        return load is not None and load.lease is not None and load.lease in self._taken
+        return load is not None and (load.is_released or (load.lease is not None and load.lease in self._taken))
 
     # --- the queue --------------------------------------------------------------------------------------------------
 
@@ -283,9 +297,7 @@ class Loads:
 
     def _is_waited_for(self, lease: str | None) -> bool:
         """Whether one is reading it, in which others will find what they need."""
-        if lease is None or self._leases[lease].was_tried:
-            return False
-        return any(user in self.loading for user in self._leases[lease].users)
+        return lease is not None and self._leases[lease].loading > 0 and not self._leases[lease].was_tried
 
     @property
     def _are_suspended(self) -> bool:
@@ -341,8 +353,10 @@ class Loads:
         for effect in effects:
             if isinstance(effect, machine.LetGo):
                 self._let_go(before, after.state)
-            else:
-                self._effects.append(effect)
+                continue
+            if isinstance(effect, StartLoad) and before.lease is not None:
+                self._leases[before.lease].loading += 1
+            self._effects.append(effect)
         if were_suspended and not self._are_suspended:
             self._effects.append(SayLoadsAgain())
 
@@ -351,15 +365,21 @@ class Loads:
             return
         lease = self._leases[load.lease]
         lease.users.remove(load.request_id)
-        lease.has_served = lease.has_served or after is not State.ENDED
-        lease.was_tried = lease.was_tried or (load.state is State.LOADING and after is not State.LOADED)
-        # Where it is shared, the ranks let go with the READ, perhaps before they have heard of those who wait here.
-        if lease.has_served and (not lease.users or (self._shares and after is State.LOADED)):
-            self._taken.add(load.lease)
+        lease.has_served = lease.has_served or after in SERVED
+        if load.state is State.LOADING:
+            lease.loading -= 1
+            lease.was_tried = lease.was_tried or after is not State.LOADED
         if not lease.users:
             del self._leases[load.lease]
+            if lease.has_served:
+                self._taken.add(load.lease)
             if not self._shares:
                 self._effects.append(LetGo(source=load.source))
+        elif self._shares and after is State.LOADED:
+            # The ranks let go of it with the READ, but for those who wait here and of whom they have heard before.
+            self._taken.add(load.lease)
+            for user in sorted(lease.users):
+                self._step(user, machine.Taken())
 
     def _put(self, before: Load | None, after: Load) -> None:
         request_id = after.request_id

@@ -61,7 +61,7 @@ from connector.step_metadata import HandshakeMetadata, StepMetadata, WorkerRepor
 from connector.versions import shown_version
 from statemachine.draining import State
 from statemachine.kernel import Event
-from statemachine.load import AbortLoad, NoteWait, ReleaseUnread, StartLoad
+from statemachine.load import AbortLoad, NoteComputed, NoteWait, ReleaseUnread, StartLoad
 from statemachine.loads import (
     Allocated,
     Answer,
@@ -441,8 +441,10 @@ class ConnectorScheduler:
                 case StartLoad(request_id=request_id, source=pull):
                     assert blocks is not None
                     self._tell(self._pulls.load(request_id, pull, blocks))
-                case ReleaseUnread():
-                    self._release_unread(effect)
+                case ReleaseUnread(request_id=request_id, source=pull):
+                    self._release_unread(request_id, pull)
+                case NoteComputed():
+                    self._note_computed(effect)
                 case AbortLoad(request_id=request_id):
                     self._tell(AbortPull(request_id=request_id))
                 case NoteWait(heard_ns=heard_ns, is_loaded=is_loaded):
@@ -468,17 +470,19 @@ class ConnectorScheduler:
             RoomLacking(request_id=request_id, num_tokens=num_tokens, quarantined=quarantined, lent_back=lent_back)
         )
 
-    def _release_unread(self, release: ReleaseUnread) -> None:
-        """Nothing is read: the engine that lends may free its blocks now."""
-        request_id, pull = release.request_id, release.source
+    def _note_computed(self, computed: NoteComputed) -> None:
+        pull = computed.source
         because = pull.computed_because
-        if release.was_suspended:
+        if computed.was_suspended:
             because = catalogue.NO_ROOM
-        elif release.was_taken:
+        elif computed.was_taken:
             because = catalogue.CONTINUED
-        if release.is_computed and because is not None:
+        if because is not None:
             self._figures.note_local_prefill(because)
-            self._name_local_prefill(request_id, because, pull.prompt_tokens)
+            self._name_local_prefill(computed.request_id, because, pull.prompt_tokens)
+
+    def _release_unread(self, request_id: str, pull: WaitingPull) -> None:
+        """Nothing is read: the engine that lends may free its blocks now."""
         command = self._pulls.release_unread(request_id, pull)
         if command is not None:
             self._tell(command)

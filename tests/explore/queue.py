@@ -171,6 +171,7 @@ class World(NamedTuple):
         quarantined: blocks; lent_back: requests whose blocks are.
         loading: those that are read, as far as the worker knows.
         unread: those of which nothing has become yet.
+        waived: those that have no blocks yet, and will load nothing, because others have.
         lacking: those of which it was said that they lack room.
         commands: what the ranks are told with the next step, about a request or a lease.
         leases: as the ranks know them.
@@ -185,6 +186,7 @@ class World(NamedTuple):
     failures: int = 0
     loading: frozenset[int] = frozenset()
     unread: frozenset[int] = frozenset()
+    waived: frozenset[int] = frozenset()
     lacking: frozenset[int] = frozenset()
     commands: tuple[tuple[int, int], ...] = ()
     leases: tuple[Held, ...] = ()
@@ -220,6 +222,7 @@ class _Turn:
         self.quarantined, self.lent_back = list(world.quarantined), list(world.lent_back)
         self.failures = world.failures
         self.loading, self.unread, self.lacking = set(world.loading), set(world.unread), set(world.lacking)
+        self.waived = set(world.waived)
         self.commands, self.leases, self.read = list(world.commands), list(world.leases), set(world.read)
 
     def world(self) -> World:
@@ -232,6 +235,7 @@ class _Turn:
             self.failures,
             frozenset(self.loading),
             frozenset(self.unread),
+            frozenset(self.waived),
             frozenset(self.lacking),
             tuple(self.commands),
             tuple(self.leases),
@@ -263,9 +267,8 @@ class _Turn:
     def _is_begun(self, request: int) -> bool:
         if self.stages[request] in (LOADING, LOADED, FAILED):
             return True
-        return (
-            self.stages[request] == WAITING and self.setting.requests[request].loads > 0 and request not in self.unread
-        )
+        is_named = request in self.unread or request in self.waived
+        return self.stages[request] == WAITING and self.setting.requests[request].loads > 0 and not is_named
 
     def room(self, request: int) -> Room:
         quarantined = sum(self.setting.requests[each].loads for each in self.quarantined)
@@ -281,11 +284,12 @@ class _Turn:
 
     def ask(self, request: int) -> Answer:
         shares, lease = self.setting.shares, self.lease(request)
-        pays = request in self.unread and not (shares and lease >= 0 and self.leases[lease].is_cached)
+        is_named = request in self.unread or request in self.waived
+        pays = is_named and not (shares and lease >= 0 and self.leases[lease].is_cached)
         asked = Asked(request_id=str(request), room=self.room(request), pays=pays)
         answer, effects = self.core.ask(asked)
         self._take(effects)
-        if answer is Answer.LOAD and not pays:
+        if answer is Answer.LOAD and not (pays and request in self.unread):
             raise _Wrong(f"request {request} loads what it does not name, or once more")
         return answer
 
@@ -296,9 +300,11 @@ class _Turn:
                     self._become(request)
                     self.loading.add(request)
                     self._order(READ, request)
-                case ReleaseUnread(source=request, is_computed=is_computed):
+                case ReleaseUnread(source=request):
                     self._become(request)
-                    if not is_computed:
+                    if self.stages[request] == WAITING:
+                        self.waived.add(request)
+                    elif self.stages[request] == OVER:
                         self._note_end(request, is_loaded=False)
                     self._order(LEFT, request)
                 case AbortLoad(request_id=request_id):
@@ -413,6 +419,7 @@ class _Turn:
 
     def end(self, request: int, *, is_lent_back: bool = False) -> None:
         self.stages[request] = OVER
+        self.waived.discard(request)
         for queue in (self.waiting, self.holding):
             if request in queue:
                 queue.remove(request)
@@ -444,6 +451,7 @@ class _Turn:
             if needed or not loads:
                 self.stages[request] = LOADING if loads else RUNNING
                 queue.pop(0)
+                self.waived.discard(request)
                 self.tell(Allocated(request_id=str(request), loads=loads))
                 if loads:
                     passed_holding.append(request)

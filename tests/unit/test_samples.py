@@ -98,6 +98,22 @@ def test_one_reads_and_the_others_find_it_in_the_cache(specs: list[Any], steps_b
 
 
 @SHARED
+def test_one_that_is_queued_for_long_has_p_keep_nothing_for_it(specs: list[Any]) -> None:
+    """The other one has loaded what both need. If the cache has lost it by then, it is computed."""
+    samples = Samples(specs)
+    samples.decode.scheduler.max_num_active_reqs = 1
+    first, second = samples.come(), samples.come()
+    samples.decode.step()
+    samples.decode.loaded(first)
+    samples.decode.step()
+    assert second not in samples.decode.computed, "it is not its turn yet"
+    assert (samples.read, samples.unread) == ([first], [second])
+    samples.run()
+    assert (samples.read, samples.unread) == ([first], [second])
+    assert set(samples.decode.finished) == {first, second}
+
+
+@SHARED
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_where_a_load_fails_the_others_try_at_once(specs: list[Any], recomputes: bool) -> None:
     """None of them waits for a second one: each would wait for its own deadline, one after the other."""

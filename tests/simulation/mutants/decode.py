@@ -82,7 +82,7 @@ PROOF = (
     Mutant(
         name="samples one after the other",
         broken="when the load of a sample has failed, each of the others waits for the next one",
-        changes=(Edit(Loads._is_waited_for, " or self._leases[lease].was_tried", ""),),
+        changes=(Edit(Loads._is_waited_for, " and not self._leases[lease].was_tried", ""),),
         place=ByTest(SAMPLES + "::test_where_a_load_fails_the_others_try_at_once"),
     ),
     Mutant(
@@ -92,9 +92,15 @@ PROOF = (
         place=ByTest(SAMPLES + "::test_one_that_comes_when_the_cache_has_lost_the_prompt_is_computed"),
     ),
     Mutant(
+        name="kept for samples in the queue",
+        broken="P keeps what a sample names for as long as it is queued, although another one has loaded it",
+        changes=(Edit(Loads._let_go, "self._step(user, machine.Taken())", "pass"),),
+        place=ByTest(SAMPLES + "::test_one_that_is_queued_for_long_has_p_keep_nothing_for_it"),
+    ),
+    Mutant(
         name="what has failed is computed in silence",
         broken="a router that tries a failed request again has it computed, whatever the policy says",
-        changes=(Edit(Loads._let_go, "lease.has_served and (", "("),),
+        changes=(Edit(Loads._let_go, "if lease.has_served:", "if True:"),),
         place=ByTest(SAMPLES + "::test_parameters_that_come_again_after_a_failed_load_are_the_ranks_matter"),
     ),
     Mutant(
