@@ -179,6 +179,7 @@ class Lent:
         holders: by engine id, as far as messages have arrived.
         promised: processes that have asked to hold it and have not released it since.
         waiting: the consumers that have not let go of the blocks: their engine, and since when they were announced.
+        consumed: the ranks of decode engines on which all consumers have let go: what comes after that is not held.
         decodes: the engines that have taken the prompt over.
         let_go_seconds: when the last consumer let go.
         is_reused: a router has repeated itself, perhaps in time to hold it anew.
@@ -199,6 +200,7 @@ class Lent:
     holders: dict[str, Holder] = field(default_factory=dict)
     promised: set[str] = field(default_factory=set)
     waiting: dict[Consumer, tuple[str, float]] = field(default_factory=dict)
+    consumed: set[tuple[str, int]] = field(default_factory=set)
     decodes: set[str] = field(default_factory=set)
     let_go_seconds: float = 0.0
     is_reused: bool = False
@@ -310,6 +312,7 @@ class Oracles:
             for lent in lents:
                 for consumer in [each for each, (engine, _) in lent.waiting.items() if engine == decode]:
                     del lent.waiting[consumer]
+                lent.consumed = {whose for whose in lent.consumed if whose[0] != decode}
         self._acquainted = {who: since for who, since in self._acquainted.items() if who[0] != decode}
 
     def check_bytes(self, pull: Pull, tp_rank: int, wrong: list[int], when: str) -> None:
@@ -493,7 +496,8 @@ class Oracles:
         for lent, readers in self._readers(owner, request_id, ranks):
             if lent.ends == 0:
                 lent.decodes.add(decode)
-                lent.waiting.update({Consumer(consumer, reader): (decode, now) for reader in readers})
+                holding = [reader for reader in readers if (decode, reader) not in lent.consumed]
+                lent.waiting.update({Consumer(consumer, reader): (decode, now) for reader in holding})
 
     def reuse(self, owner: str, request_id: str) -> None:
         """A router repeats itself: who reads once more may be too late, or may keep the blocks for longer."""
@@ -505,8 +509,10 @@ class Oracles:
         for lent in self.leases.get((owner, request_id), ()):
             gone = [each for each in lent.waiting if each.request_id == consumer and tp_rank in (None, each.rank)]
             for each in gone:
-                del lent.waiting[each]
+                decode, _ = lent.waiting.pop(each)
                 lent.let_go_seconds = trio.current_time()
+                others = {(engine, other.rank) for other, (engine, _) in lent.waiting.items()}
+                lent.consumed |= {(decode, each.rank)} - others
 
     def _readers(self, owner: str, request_id: str, ranks: int) -> list[tuple[Lent, list[int]]]:
         """The ranks out of `ranks` that have to let go of each rank's blocks: those whose part of the model overlaps
