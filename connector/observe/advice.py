@@ -103,7 +103,10 @@ WHAT_TO_DO: dict[str, str] = {
     "DeviceMemoryExhausted": "lower gpu_memory_utilization on D; see what else takes memory of the device",
     "TransferError": "look at the NIXL error in the log; a connection that is lost is rebuilt on the next request",
     "DeadlineExceeded": "see whether P hangs; raise request_timeout_seconds if transfers are only slow",
-    "Quarantined": "see whether P hangs, or the network between P and D; restart P, or D if no more blocks are free",
+    "Quarantined": (
+        "see with nixl-actor doctor whether NIXL hangs on D itself, then whether P hangs, or the network between them; "
+        "restart the one that does, D last"
+    ),
     "QuarantineFull": (
         "see `nixl-actor ps` for the engines whose READs do not end, and restart these; or restart this engine"
     ),

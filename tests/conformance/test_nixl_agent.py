@@ -523,7 +523,8 @@ class TestRealNixlPort(NixlPortSuite):
             await reader.post([0], [0])
             while len(held.looks) < looks + 2 * reads // IN_TURN_MAX:
                 await trio.sleep(0.001)
-            assert max(held.looks) == 1 + IN_TURN_MAX
+            # The READs of one agent stand in two lines at most, each of which has an oldest one.
+            assert max(held.looks) in (1 + IN_TURN_MAX, 2 + IN_TURN_MAX)
             assert port.counts().reads == reads + 1
             await held.let_go(handles)
             await reader.recorder.until(lambda: len(reader.recorder.ends()) == 1 + reads)

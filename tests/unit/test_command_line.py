@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from connector.observe.asking import Address, AddressError, chosen_addresses, parse_address
 from connector.observe.cli.main import app
 from connector.observe.explanation import Live
-from connector.observe.live import EngineReport, Survey
+from connector.observe.live import EngineReport, RankReport, Survey
 from connector.observe.trace_log import open_trace_log
 from connector.wire.handshake import Advertisement
 from connector.wire.inspection import EngineCounts, RecordRow, RequestRow
@@ -464,3 +464,43 @@ def test_who_has_not_answered_is_told_with_the_first_reason_that_there_is() -> N
         *("its device is gone", "it is built in", "no answer from its worker"),
         *("it is built in", "it ends", "hangs"),
     ]
+
+
+# --- workers that do not answer ---------------------------------------------------------------------------------------
+
+
+def with_a_silent_rank(report: EngineReport) -> EngineReport:
+    (answering,) = report.ranks
+    silent = RankReport(rank=(0, 1), advertisement=answering.advertisement, problem="its control socket is silent")
+    return replace(report, ranks=(answering, silent))
+
+
+def test_ps_shows_a_worker_that_does_not_answer_beside_one_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Survey([with_a_silent_rank(engine("decode-1"))])
+    monkeypatch.setattr("connector.observe.live.survey", lambda *_, **__: found)
+    answer = runner.invoke(app, ["ps", "decode:5600"], env={"COLUMNS": "400"})
+    assert answer.exit_code == 0
+    lines = [line for line in answer.output.splitlines() if line.startswith("decode-1/")]
+    assert [line.split()[0] for line in lines] == ["decode-1/0", "decode-1/1"]
+    assert ["its control socket is silent" in line for line in lines] == [False, True]
+
+
+def test_why_says_which_engines_it_could_not_ask_whatever_it_has_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = [RecordRow(record=each, age_seconds=0.0) for each in reversed(pulled())]
+    others = [msgspec.structs.replace(each, subject="cmpl-abcd-0-x", remote_request_id="y") for each in pulled()]
+    rows = [*served, *(RecordRow(record=each, age_seconds=0.0) for each in reversed(others))]
+    ill = replace(engine("ill"), address=Address("ill", 5600), ranks=(), problem="it does not answer")
+    monkeypatch.setattr("connector.observe.live.look_up", lambda *_, **__: Survey([engine("D", *rows), ill]))
+    said = "ill:5600 could not be asked: it does not answer"
+    for arguments, status in ((("ab",), 0), (("ab", "--failed"), 2), (("ab", "--json"), 0)):
+        answer = runner.invoke(app, ["why", *arguments, "-e", "decode:5600"])
+        assert answer.exit_code == status, answer.output
+        assert said in answer.output
+
+
+def test_who_names_no_address_is_told_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NIXL_ACTOR_ENGINES", raising=False)
+    ill = replace(engine("ill"), ranks=(), problem="nothing listens there")
+    monkeypatch.setattr("connector.observe.live.look_up", lambda *_, **__: Survey([ill]))
+    assert "--engine HOST:PORT" in runner.invoke(app, ["why", "abc"]).output
+    assert "--engine HOST:PORT" not in runner.invoke(app, ["why", "abc", "-e", "ill:5600"]).output

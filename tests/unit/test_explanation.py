@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -10,6 +11,7 @@ import pytest
 from connector.observe.advice import (
     ALREADY_READ,
     FREED_ON_P,
+    NIXL_HANGS_ADVICE,
     NO_PARAMETERS,
     NO_ROOM,
     NOT_READ,
@@ -354,6 +356,27 @@ def test_a_call_of_nixl_that_does_not_return_stands_first_beside_what_the_reques
     answer = the_answer([], said_by(hangs, row("reading"), peer_row("ready")))
     said = [fact for fact in answer.facts if "NIXL has not returned from a call for 40 s" in fact]
     assert said == ([answer.facts[0]] if is_said else [])
+
+
+@pytest.mark.parametrize(("engine_id", "is_said"), [("D", True), ("P", False)])
+def test_what_to_do_where_nixl_hangs_on_d_is_not_what_the_failure_says_of_p(engine_id: str, is_said: bool) -> None:
+    name, rank, found = engine_row(engine_id)
+    hangs = Said(name, rank, msgspec.structs.replace(found, counts=EngineCounts(nixl_lag_seconds=40)))
+    for failure in EXAMPLES:
+        answer = the_answer(ended_with(failure), said_by(hangs))
+        speaks_of_p = failure.kind in ("DeadlineExceeded", "Quarantined", "QuarantineFull", "ReadNeverEnded")
+        assert (answer.advice == NIXL_HANGS_ADVICE) == (is_said and speaks_of_p), failure.kind
+
+
+def test_one_that_a_rank_has_loaded_is_not_served_where_another_rank_does_not_answer() -> None:
+    silent = Silent(address="d:5600", engine_id="D", kind="ControlLinkLost", problem="its control socket is silent")
+    answer = the_answer(pulled(), Live(silent=(silent,)))
+    assert (answer.outcome, answer.side) == ("waiting", "D")
+    assert answer.cause.startswith(
+        "Loaded on rank 0, and whether it is on all others is not known: d:5600 could not be"
+    )
+    other = replace(silent, engine_id="another", address="other:5600")
+    assert the_answer(pulled(), Live(silent=(other,))).outcome == "served"
 
 
 def test_a_queued_one_whose_peer_is_away_is_not_said_to_be_kept_alive() -> None:

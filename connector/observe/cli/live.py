@@ -11,7 +11,9 @@ Exit status, for scripts:
 from __future__ import annotations
 
 import contextlib
+import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -78,7 +80,7 @@ def why(
     json: AsJson = False,
 ) -> None:
     """Why is this request stuck, or did it fail: its state, what it waits for, what happened, what to do."""
-    from connector.observe.explanation import Live, explain, explain_nothing, find, live_of
+    from connector.observe.explanation import Live, explain, explain_nothing, facts_of_silent, find, live_of
 
     if trace is not None:
         from connector.observe.course import brought_together
@@ -87,6 +89,7 @@ def why(
         live = Live(shifts=shifts)
         looked_at = [str(trace)]
     else:
+        from connector.observe.asking import ENGINES_VARIABLE
         from connector.observe.live import look_up
         from connector.wire.inspection import MATCH_LENGTH_MAX
 
@@ -105,7 +108,7 @@ def why(
         records, live = live_of(found.rows(), found.silent(), found.leaving())
         looked_at = [f"{each.engine_id} at {each.address}" for each in found.engines if each.answers]
         if not looked_at:
-            _fail_unasked(found, as_json=json)
+            _fail_unasked(found, as_json=json, is_named=bool(engine) or bool(os.environ.get(ENGINES_VARIABLE)))
     cases = find(request, records, live)
     explanations = [explain(case, live) for case in cases]
     if not explanations:
@@ -114,10 +117,12 @@ def why(
         raise typer.Exit(UNKNOWN)
     if failed:
         explanations = [each for each in explanations if _went_wrong(each)]
+    silent = facts_of_silent(live)
     if json:
-        _print_json({"matches": explanations})
+        _print_json({"matches": explanations, "silent": silent})
     elif not explanations:
         say(f"Of {len(cases)} request(s) with {request!r} in an id none has failed.")
+        _print_silent(silent)
     elif len(explanations) == 1:
         _print_explanation(explanations[0], None if trace is not None else time.time())
     else:
@@ -130,8 +135,16 @@ def why(
             say(f"    {each.cause}")
         if len(in_order) > MATCHES_SHOWN_MAX:
             say(f"  ... and {len(in_order) - MATCHES_SHOWN_MAX} more (--json has all)")
+        _print_silent(silent)
+    if not explanations and silent:
+        raise typer.Exit(UNASKED)  # what has failed there is not known
     codes = [_EXIT_OF_OUTCOME[each.outcome] for each in explanations]
     raise typer.Exit(next((code for code in (BAD, WAITS) if code in codes), SERVED))
+
+
+def _print_silent(facts: Sequence[str]) -> None:
+    for fact in facts:
+        say(f"  {fact}")
 
 
 def _went_wrong(each: Explanation) -> bool:
@@ -292,7 +305,7 @@ def _records_about(request: str, directory: Path) -> list[Any]:
         raise typer.Exit(UNASKED) from None
 
 
-def _fail_unasked(found: Survey, *, as_json: bool) -> None:
+def _fail_unasked(found: Survey, *, as_json: bool, is_named: bool) -> None:
     problems = [f"{each.address}: {each.first_problem}" for each in found.engines]
     if as_json:
         _print_json({"matches": [], "nothing": "no engine could be asked", "problems": problems})
@@ -300,6 +313,8 @@ def _fail_unasked(found: Survey, *, as_json: bool) -> None:
         say("No engine could be asked:", err=True)
         for problem in problems:
             say(f"  {problem}", err=True)
+        if not is_named:
+            say("  No address was given: name a decode engine (--engine HOST:PORT, or NIXL_ACTOR_ENGINES).", err=True)
     raise typer.Exit(UNASKED)
 
 

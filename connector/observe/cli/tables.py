@@ -70,11 +70,17 @@ def _engines(found: Survey) -> Table | None:
         for number, rank in enumerate(engine.ranks)
         for row in rank.of(EngineRow)
     ]
-    rows += [
-        (engine.engine_id, engine.address, *[None] * (len(_ENGINE_CELLS) - 1), engine.first_problem)
-        for engine in found.engines
-        if not engine.answers
-    ]
+    for engine in found.engines:
+        silent = {engine.engine_id: engine.first_problem}
+        if engine.answers:
+            silent = {
+                f"{engine.engine_id}/{number}": rank.problem
+                for number, rank in enumerate(engine.ranks)
+                if rank.engine is None and rank.problem is not None
+            }
+        rows += [
+            (name, engine.address, *[None] * (len(_ENGINE_CELLS) - 1), problem) for name, problem in silent.items()
+        ]
     return _table("Engines", ["engine", "address", *_ENGINE_CELLS], rows)
 
 

@@ -27,8 +27,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from connector.observe.advice import NIXL_HANGS
-from connector.observe.explanation.answer import Explanation, Happened, fact_of_read_back
+from connector.observe.advice import NIXL_HANGS, NIXL_HANGS_ADVICE
+from connector.observe.explanation.answer import Explanation, Happened, fact_of_read_back, facts_of_silent
 from connector.observe.explanation.cases import Case, find
 from connector.observe.explanation.ended import explain_end, explain_end_of_one_rank, explain_recorded
 from connector.observe.explanation.not_read import explain_lease, explain_local_prefill, explain_nothing
@@ -37,7 +37,18 @@ from connector.observe.explanation.waiting import explain_no_room, explain_waiti
 from connector.observe.history import DONE, deciding_rank
 from connector.wire.inspection import EngineRow, RequestRow
 
-__all__ = ["Case", "Explanation", "Happened", "Live", "Said", "explain", "explain_nothing", "find", "live_of"]
+__all__ = [
+    "Case",
+    "Explanation",
+    "Happened",
+    "Live",
+    "Said",
+    "explain",
+    "explain_nothing",
+    "facts_of_silent",
+    "find",
+    "live_of",
+]
 
 
 def explain(case: Case, live: Live) -> Explanation:
@@ -49,15 +60,24 @@ def explain(case: Case, live: Live) -> Explanation:
         for name, rank in sorted({(each.engine_id, each.rank) for each in every}.intersection(live.shifts))
     )
     read_back = (fact_of_read_back(each) for each in case.read_back)
-    facts = (*_hanging(answer, live), *answer.facts, *read_back, *moved)
+    hanging = list(_hanging(answer, live))
+    if any(engine_id == answer.engine_id for engine_id, _ in hanging) and answer.kind in LOOK_LIKE_A_HANG:
+        # The failure speaks of the other engine.
+        answer = msgspec.structs.replace(answer, advice=NIXL_HANGS_ADVICE)
+    facts = (*(fact for _, fact in hanging), *answer.facts, *read_back, *moved)
     return msgspec.structs.replace(answer, facts=facts) if facts != answer.facts else answer
 
 
-def _hanging(answer: Explanation, live: Live) -> Iterator[str]:
-    """Ranks of both engines of a request in which NIXL hangs, which looks like a mistake of another engine."""
+LOOK_LIKE_A_HANG = frozenset({"DeadlineExceeded", "Quarantined", "QuarantineFull", "ReadNeverEnded"})
+"""Kinds of failures by which a request ends whose READs hang, on whichever side."""
+
+
+def _hanging(answer: Explanation, live: Live) -> Iterator[tuple[str, str]]:
+    """Ranks of both engines of a request in which NIXL hangs, which looks like a mistake of another engine: which
+    engine, and what is to be said of it."""
     for engine_id, rank, row in live.of(EngineRow):
         if engine_id in (answer.engine_id, answer.peer) and row.counts.nixl_lag_seconds:
-            yield f"{engine_id} rank {rank}: {NIXL_HANGS % row.counts.nixl_lag_seconds}"
+            yield engine_id, f"{engine_id} rank {rank}: {NIXL_HANGS % row.counts.nixl_lag_seconds}"
 
 
 def _explain(case: Case, live: Live) -> Explanation:

@@ -36,7 +36,16 @@ def explain_end(case: Case, ended: History, live: Live) -> Explanation:
     detail, advice = told(kind, ended.detail, "look at the log of D")
     peer = live.peer_of(ended.engine_id, ended.rank, ended.peer)
     facts = facts_of_peer(peer, live.silence_of(ended.peer, peer.address if peer is not None else None))
-    if ended.outcome == DONE:
+    others_unknown = live.silence_of(ended.engine_id, None)
+    if ended.outcome == DONE and others_unknown is not None:
+        cause = (
+            f"Loaded on rank {ended.rank}, and whether it is on all others is not known: "
+            f"{others_unknown.address} could not be asked: {others_unknown.problem}"
+        )
+        facts = []
+        outcome, follows = "waiting", "when all ranks have loaded it, vLLM goes on with it"
+        advice = "see with nixl-actor doctor which worker of D does not answer, and whether it hangs"
+    elif ended.outcome == DONE:
         cause = f"Done: its KV was loaded in {how_long(ended.whole_seconds)}"
         if is_worth_a_word(ended):
             cause += f", {how_long(ended.queued_seconds)} of them in vLLM's queue on D"
