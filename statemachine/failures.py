@@ -138,6 +138,17 @@ class HandshakeRefused(PeerFailure, frozen=True, kw_only=True):
         return f"handshake with prefill engine {self.peer} at {self.address} was refused: {self.detail}"
 
 
+class PreviousReadsInFlight(PeerFailure, frozen=True, kw_only=True):
+    """READs over an earlier connection to the same process have not ended. Its NIXL agent has to be removed before it
+    can be added again, and is not while a READ may still write."""
+
+    def __str__(self) -> str:
+        return (
+            f"prefill engine {self.peer} at {self.address} answers, and cannot be connected: READs of the previous "
+            "connection to it have not ended"
+        )
+
+
 class NotAllowed(PeerFailure, frozen=True, kw_only=True):
     """One of the two engines does not let the other one in: an address range or a key. `detail` says which."""
 

@@ -6,14 +6,15 @@
     draining        the connection is to be rebuilt or given up; READs in flight end first
     disconnecting   no READ is in flight; the agents are being removed
     backoff         the last attempt failed, or its connection was of no use; requests fail at once until the delay is
-                    over
+                    over, or the abandoned connection is gone for which the attempt failed
     incompatible    it answered, and KV cannot be exchanged; like backoff, with a longer delay
     gone            given up: replaced by another engine at its address, evicted, or the connector stops. A peer that is
                     recalled is a fresh value
 
 Why `draining` comes before rebuilding: after a transport error the same agent must be removed before it can be added
 again, and removing an agent while a READ is in flight hides the end of that READ (docs/nixl.md). If READs do not end
-in time the connection is abandoned as it is: it stays loaded until they do. Why `disconnecting` has a state of its own:
+in time the connection is abandoned as it is: it stays loaded until they do, and no other is made to the same process
+before. Why `disconnecting` has a state of its own:
 an agent that is added while it is still being removed stays broken. It is bounded, too: who shares the agents may have
 READs that do not end.
 
@@ -94,7 +95,7 @@ class HandshakeFailed(Event, frozen=True, kw_only=True):
 
 
 class BackoffElapsed(Event, frozen=True, kw_only=True):
-    """The delay after a failed attempt is over."""
+    """The delay after a failed attempt is over, or what the attempt failed for is: an abandoned connection."""
 
 
 class ConnectionSuspect(Event, frozen=True, kw_only=True):

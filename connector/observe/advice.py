@@ -59,6 +59,10 @@ WHAT_TO_DO: dict[str, str] = {
         "the line says why; if it names UCX's port, see whether engines reach each other's ports of UCX in both "
         "directions (UCX_TCP_PORT_RANGE); if a worker of P has died, restart P"
     ),
+    "PreviousReadsInFlight": (
+        "wait, if P was stopped or the network was away: over TCP they end two minutes after it is back at the latest, "
+        "and P is connected then; else see whether any READ between the two engines gets through (nixl-actor ps)"
+    ),
     "NotAllowed": (
         "compare allowed_peers and curve_directory of both engines; does each have the other's public key? "
         "(docs/operations/security.md)"

@@ -62,6 +62,7 @@ from statemachine.failures import (
     Incompatible,
     NoDescriptorLeft,
     NotAllowed,
+    PreviousReadsInFlight,
 )
 
 ASKED_AT_ONCE = 16
@@ -366,7 +367,7 @@ async def _load(
         for rank, reply in zip(ranks, replies, strict=True):
             agent = await reads.load_agent(reply.metadata.agent_metadata, owner)
             if agent is None:
-                raise _refused(peer, "READs of the previous connection to it have not ended")
+                raise HandshakeError(PreviousReadsInFlight(peer=peer.engine_id, address=str(peer)))
             agents[rank] = agent
         for read in plan.reads:
             remote_list = await reads.port.prepare_remote(agents[read.remote_rank], read.remote_runs)

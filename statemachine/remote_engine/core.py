@@ -24,6 +24,7 @@ from statemachine.failures import (
     PeerLeaving,
     PeerRetired,
     PeerSilent,
+    PreviousReadsInFlight,
     ReadNeverEnded,
     is_transport_lost,
 )
@@ -641,6 +642,10 @@ class RemoteEngine:
             self._connections.current = None
             self._timers.cancel(("drain", None))
             self._step_peer(peer.TornDown(), now_ns)
+        elif self._peer.state is peer.State.BACKOFF and isinstance(self._peer.failure, PreviousReadsInFlight):
+            # What the last attempt failed for is over: the engine need not wait for the rest of a pause that has grown.
+            self._timers.cancel(("backoff", None))
+            self._step_peer(peer.BackoffElapsed(), now_ns)
 
     def _abandon(self, failure: Failure, now_ns: int) -> None:
         """READs on the current connection, or on its agents, did not end in time: it stays until they do, and nobody

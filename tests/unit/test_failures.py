@@ -20,6 +20,7 @@ EXAMPLES: list[Failure] = [
     failures.AddressNotResolved(**_PEER, host="prefill-7.kv", error="Name or service not known"),
     failures.HandshakeMalformed(**_PEER, field="agent_metadata", detail="longer than 4096 bytes"),
     failures.HandshakeRefused(**_PEER, detail="no such rank"),
+    failures.PreviousReadsInFlight(**_PEER),
     failures.NotAllowed(**_PEER, detail="it does not let this engine in"),
     failures.WrongEngine(**_PEER, found="prefill-8"),
     failures.ConnectionRefused(**_PEER),

@@ -37,6 +37,7 @@ from statemachine.failures import (
     PeerBackoff,
     PeerRetired,
     PeerSilent,
+    PreviousReadsInFlight,
     Quarantined,
     ReadNeverEnded,
     TransferError,
@@ -835,6 +836,37 @@ def test_a_connection_whose_reads_do_not_end_is_abandoned_and_torn_down_when_the
     assert drive.end("b", 1) == [LiftQuarantine(request_id="b"), TearDown(connection=1, failure=RESET)]
     assert drive.feed(TornDown(connection=1)) == []
     assert drive.state is peer.State.READY
+
+
+def test_the_pause_ends_when_the_connection_that_was_abandoned_is_gone() -> None:
+    """The network was away: P is connected as soon as its agents can be added again, not up to half a minute later."""
+    drive = reading("a", "b")
+    drive.feed(LinkLost(connection=1, detail="reset"))
+    drive.wait(30 * S)
+    in_flight = PreviousReadsInFlight(peer="p", address=ADDRESS)
+    for _ in range(4):
+        drive.wait(LIMITS.backoff_max_ns)
+        assert drive.state is peer.State.HANDSHAKING, "the releases are owed"
+        drive.start("c", C)
+        drive.feed(ConnectFailed(failure=in_flight))
+    drive.end("a")
+    assert drive.end("b") == [LiftQuarantine(request_id="b"), TearDown(connection=1, failure=RESET)]
+    assert drive.state is peer.State.BACKOFF
+    assert drive.feed(TornDown(connection=1)) == [StartHandshake(address=ADDRESS)], "the releases are owed"
+
+
+@pytest.mark.parametrize("failure", [UNLIKE, SILENT])
+def test_a_pause_for_another_reason_goes_on_when_an_abandoned_connection_is_gone(failure: Failure) -> None:
+    drive = reading("a")
+    drive.feed(LinkLost(connection=1, detail="reset"))
+    drive.wait(30 * S)
+    drive.wait(LIMITS.backoff_max_ns)
+    drive.start("b", C)
+    drive.feed(ConnectFailed(failure=failure))
+    paused = drive.state
+    drive.end("a")
+    assert drive.feed(TornDown(connection=1)) == []
+    assert drive.state is paused
 
 
 def test_an_abandoned_connection_with_an_errored_read_is_quarantined_until_the_grace_is_over() -> None:

@@ -18,6 +18,7 @@ from statemachine.failures import (
     HandshakeRefused,
     HandshakeTimeout,
     Incompatible,
+    PreviousReadsInFlight,
     TransferError,
     WrongEngine,
 )
@@ -156,8 +157,7 @@ class Reader(Executor):
                 Incompatible(peer=self.engine_id, field="model", local="one", remote="another", advice="start it alike")
             )
         elif self._must_wait_for(life):
-            detail = "READs of the previous connection to it have not ended"
-            self._fail_handshake(HandshakeRefused(peer=self.engine_id, detail=detail))
+            self._fail_handshake(PreviousReadsInFlight(peer=self.engine_id, address=self.engine.name))
         else:
             self._connect(Connection(self, life, rank.next_connection()))
 
