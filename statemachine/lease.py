@@ -17,7 +17,10 @@ that disagree about the number of ranks are resolved to the largest: holding on 
 it has released wants the blocks again, and is told that they are held: an engine that has forgotten that it had them
 (it restarted under its name, or evicted us), and whose client comes again while another of its ranks still reads.
 Whoever was told that the blocks are held has to release them itself: two engines may have been started under one id,
-and a stranger may know it. So a process says with each hold and release what only it is called (`Reader.process`).
+a stranger may know it, and what a rank has sent before it evicted us may arrive when it has met us anew. So a rank says
+with each hold and release what only it is called, and only from when it met us until it forgets us (`Reader.process`).
+Under one such name nothing is held again that was released: a hold that comes behind its own release is late, and is
+told that the lease is over.
 
 Overtaking. The client's answer may reach a fast reader before the engine's next step tells this rank of the grant. So
 holds and releases in `computing` are remembered, and the promise that a hold was given (`deadline_ns`) is kept by the
@@ -68,12 +71,16 @@ LENT_BACK = "lent_back"
 """What records have as the reason of a lease that lends an answer's blocks for read-back, while nobody has asked for
 them."""
 
+READERS_MAX = 1024
+"""Readers of decode engines with one id that hold one lease, and that are remembered to have released it."""
+
 BUILTIN_READERS = ""
 """The holder that stands for all built-in readers; no engine id is empty."""
 
 
 class Reader(NamedTuple):
-    """One process of a decode engine: the number of its rank, and a name that it has drawn and no other process has."""
+    """One rank of a decode engine, for as long as it knows us: its number, and a name that it has drawn for that and
+    nobody else has, nor itself before or after. Empty: it has said none."""
 
     rank: int
     process: str
@@ -87,12 +94,14 @@ class Holder(msgspec.Struct, frozen=True):
         released: those that are done, by number; agent names where the engine is a built-in one.
         promised: those that were told that their blocks are kept, and have not released them since. Each may prove a
             READ by that, so the word of another one in its name is not enough.
+        left: those that have released them, and will not hold them again; at most READERS_MAX.
     """
 
     engine_id: str
     ranks: int
     released: frozenset[int | str] = frozenset()
     promised: frozenset[Reader] = frozenset()
+    left: frozenset[Reader] = frozenset()
 
     @property
     def is_complete(self) -> bool:
@@ -129,6 +138,11 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     def holder(self, engine_id: str) -> Holder | None:
         """What is known of the engines of this id."""
         return next((each for each in self.holders if each.engine_id == engine_id), None)
+
+    def has_left(self, engine_id: str, reader: Reader) -> bool:
+        """Whether this one has released it already, so that a hold of it is late."""
+        known = self.holder(engine_id)
+        return known is not None and reader in known.left
 
     @property
     def may_end_unread(self) -> bool:
@@ -214,13 +228,15 @@ def _with_reader(lease: Lease, event: Held | ReaderDone) -> Lease:
     """The lease after this message; the sender's holder moves to the end."""
     others = tuple(each for each in lease.holders if each.engine_id != event.engine_id)
     known = lease.holder(event.engine_id) or Holder(event.engine_id, 0)
-    released, promised = known.released, known.promised
+    released, promised, left = known.released, known.promised, known.left
     reader = frozenset((Reader(event.rank, event.process),)) if isinstance(event.rank, int) else frozenset[Reader]()
     if isinstance(event, Held):
         released, promised = released - {event.rank}, promised | reader
     else:
         released, promised = released | {event.rank}, promised - reader
-    holder = Holder(event.engine_id, max(event.ranks, known.ranks), released, promised)
+        if event.process and len(left) < READERS_MAX:
+            left |= reader
+    holder = Holder(event.engine_id, max(event.ranks, known.ranks), released, promised, left)
     return msgspec.structs.replace(lease, holders=(*others, holder))
 
 

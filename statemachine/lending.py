@@ -42,8 +42,6 @@ ENDED_MAX = 1 << 16
 """Leases remembered after their end."""
 HOLDERS_MAX = 64
 """Decode engines that hold one lease; samples of one prompt are spread over few."""
-READERS_MAX = 1024
-"""Processes of decode engines with one id that hold one lease; an engine has at most so many."""
 
 HEARERS_MAX = 4096
 """Decode ranks that are told when this engine leaves: those that were met last."""
@@ -56,7 +54,7 @@ SUPERSEDED = "superseded: this engine has used its request id again"
 UNKNOWN = "not lent here: released long ago, or this engine has restarted since"
 CROWDED = "held by too many decode engines already"
 GRACE_OVER = "this engine leaves, and its grace period is over"
-AMBIGUOUS = "named without its lease_number, and its request id was used twice"
+AMBIGUOUS = "named without its lease_number, and request ids come again here"
 
 _WHY = {
     machine.State.DONE: RELEASED,
@@ -75,10 +73,13 @@ class LendingLimits(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         lease_ns: how long a grant or a hold keeps the blocks.
         total_ns: how long renewals can keep them in all.
+        ids_repeat: request ids are those of the clients, so that of an earlier lease may come again, or that of one of
+            an earlier life of this engine, which nobody here remembers.
     """
 
     lease_ns: int
     total_ns: int
+    ids_repeat: bool = False
 
     @property
     def heartbeat_ns(self) -> int:
@@ -321,8 +322,11 @@ class Lending:
         held: list[tuple[LeaseName, int]] = []
         gone: list[tuple[LeaseName, str]] = []
         deadline_ns = self._bounded(now_ns + self._limits.lease_ns)
+        reader = machine.Reader(asked.rank, asked.process)
         for name in asked.leases:
             known, why = self._find(name)
+            if known is not None and self._leases[known].has_left(asked.engine_id, reader):
+                known, why = None, RELEASED
             if known is not None and self._is_full(known, asked):
                 known, why = None, CROWDED
             if known is not None and self._leases[known].state is machine.State.COMPUTING and deadline_ns <= now_ns:
@@ -427,7 +431,10 @@ class Lending:
         known = lease.holder(asked.engine_id)
         if known is None:
             return len(lease.holders) >= HOLDERS_MAX
-        return len(known.promised) >= READERS_MAX and machine.Reader(asked.rank, asked.process) not in known.promised
+        return (
+            len(known.promised) >= machine.READERS_MAX
+            and machine.Reader(asked.rank, asked.process) not in known.promised
+        )
 
     def lent_as(self, name: LeaseName) -> LeaseName | None:
         """The lease, lent now or soon, that a peer means by this name, which may lack the number."""
@@ -438,7 +445,7 @@ class Lending:
         if name in self._leases:
             return name, ""
         if name.number == 0 and name.request_id in self._newest:
-            if name.request_id in self._reused:
+            if self._limits.ids_repeat or name.request_id in self._reused:
                 return None, AMBIGUOUS
             newest = self._newest[name.request_id]
             return (newest, "") if newest in self._leases else (None, self._ended[newest])

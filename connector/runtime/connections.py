@@ -7,7 +7,6 @@ how a handshake goes is that of `connector/runtime/handshake.py`.
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -42,15 +41,15 @@ class Connections:
         self,
         context: ActorContext,
         put: Callable[[Event], None],
-        engine_id: str,
         *,
         on_connected: Callable[[], None],
         on_sums: Callable[[int, int, control.Sums], None],
     ) -> None:
         self._context = context
         self._put = put
-        # What this process is called by that engine alone: no other one can speak for us there.
-        self._process = uuid.uuid5(uuid.UUID(hex=context.process), engine_id).hex
+        # What that engine alone knows us by: nobody else speaks for us there, and nothing that is late from whoever was
+        # in our place before.
+        self._process = context.draw_name()
         self._on_connected = on_connected
         self._on_sums = on_sums
         self._by_number: dict[int, Connection] = {}

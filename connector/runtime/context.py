@@ -30,7 +30,7 @@ class WorkerContext:
     """What a worker process gives its supervisor, and this to all actors.
 
     Attributes:
-        process: a secret of this process, of which it makes what each P calls it: 32 hex digits.
+        draw_name: a new one with each call, which no other process of any engine has or has had: 32 hex digits.
         figures: where what no transition tells is counted.
         emit: hands a worker event to the engine thread.
         log_failure: writes one line for people: subject, failure.
@@ -40,7 +40,7 @@ class WorkerContext:
 
     options: ConnectorOptions
     local: LocalRank
-    process: str
+    draw_name: Callable[[], str]
     nixl_port: NixlPort
     side_channel: SideChannel
     clock: Clock

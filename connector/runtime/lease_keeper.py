@@ -80,11 +80,12 @@ NOTIFICATION_BYTES_PER_LEASE = 64
 """So many bytes of a notification count as a lease, whatever they say: they have to be looked at."""
 
 
-def lending_limits(options: ConnectorOptions) -> LendingLimits:
+def lending_limits(options: ConnectorOptions, *, ids_repeat: bool = False) -> LendingLimits:
     """What the options say about leases, in the core's terms."""
     return LendingLimits(
         lease_ns=to_ns(options.kv_lease_duration),
         total_ns=to_ns(options.lease_limit_seconds),
+        ids_repeat=ids_repeat,
     )
 
 

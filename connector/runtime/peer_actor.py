@@ -120,7 +120,6 @@ class PeerActor:
         self._connections = Connections(
             context,
             self.tell,
-            address.engine_id,
             on_connected=lambda: tell_roster(roster.Connected(key=key)),
             on_sums=lambda number, rank, answer: self._sums.take(number, rank, answer),
         )

@@ -81,6 +81,7 @@ class Supervisor:
         deliver_posted: calls `deliver` with the commands that the engine thread has posted and that are on their way.
         facts: what tools are told of this worker that does not change.
         descriptors_ahead_max: as for `Reads`. A simulator, whose requests are small, passes less, so that READs wait.
+        ids_repeat: vLLM adds nothing to clients' request ids (`VLLM_DISABLE_REQUEST_ID_RANDOMIZATION`).
         is_warm: whether the engine has been warmed up; if not, `WarmedUp` says so, and engines are met from then on.
     """
 
@@ -93,6 +94,7 @@ class Supervisor:
         deliver_posted: Callable[[], None],
         facts: EngineFacts,
         descriptors_ahead_max: int = DESCRIPTORS_AHEAD_MAX,
+        ids_repeat: bool = False,
         is_warm: bool = True,
     ) -> None:
         options, event_log = worker.options, worker.event_log
@@ -110,7 +112,7 @@ class Supervisor:
         )
         self._context = ActorContext.of(worker, self._reads)
         self._lease_keeper = LeaseKeeper(
-            limits=lending_limits(options),
+            limits=lending_limits(options, ids_repeat=ids_repeat),
             clock=worker.clock,
             observe=worker.recorder.observer(None, log=event_log.observe_lease),
             catch_up=worker.recorder.catch_up,

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
+from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.platforms import current_platform
 
@@ -307,7 +308,7 @@ class ConnectorWorker:
         context = WorkerContext(
             options=self._options,
             local=registration,
-            process=uuid.uuid4().hex,
+            draw_name=lambda: uuid.uuid4().hex,
             nixl_port=nixl_port,
             side_channel=side_channel,
             clock=clock,
@@ -333,6 +334,7 @@ class ConnectorWorker:
             leave_secret=metadata.leave_secret,
             deliver_posted=self._thread.deliver_posted,
             facts=engine_facts(self._vllm_config, self._kv_cache_config, self._options, registration, control_address),
+            ids_repeat=envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION,
             is_warm=False,
         )
 

@@ -262,9 +262,10 @@ class Claims:
         self._lose_holds(claim, why)
         return claim
 
-    def lose_all(self, why: str, ranks: int) -> list[Claim]:
-        """Every lease; `ranks`: of P, for those of which it was never asked. Returns them."""
-        claims = list(self._by_lease.values())
+    def lose_all(self, why: str, ranks: int, *, but_numbered: bool = False) -> list[Claim]:
+        """Every lease, or all but those with a number; `ranks`: of P, for those of which it was never asked. Returns
+        them."""
+        claims = [each for each in self._by_lease.values() if not (but_numbered and each.lease.number)]
         for claim in claims:
             if not claim.holds:
                 self._begin_holds(claim, ranks)

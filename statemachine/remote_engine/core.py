@@ -258,8 +258,11 @@ class RemoteEngine:
 
     @property
     def _passes_to_successor(self) -> bool:
-        """Given up, and nobody is left in it. There is no successor when the connector stops."""
-        return self.is_retired and not self._is_stopped and (self.is_finished or self.is_unused)
+        """Given up, and nobody is left in it. There is no successor when the connector stops. Not while an attempt to
+        connect is in flight, which has no bound of its own here: whoever comes then has its deadline, and is told."""
+        is_connecting = self._peer.state is peer.State.HANDSHAKING
+        is_left = self.is_retired and not (self._is_stopped or is_connecting)
+        return is_left and (self.is_finished or self.is_unused)
 
     def _take_parked(self, now_ns: int) -> None:
         """One at a time: if one raises, the others are still there."""
@@ -528,9 +531,10 @@ class RemoteEngine:
         self._connections.current = connection
         self._step_departure(departure.Connected(), now_ns)
         was_another, self._life = self._life not in (None, event.life), event.life
-        if was_another and event.is_builtin:
-            # It says nothing about its leases, and what we have heard of so far may all be of the process before.
-            for claim in self._claims.lose_all(RESTARTED, connection.ranks):
+        if was_another:
+            # What we have heard of so far may all be of the process before. This one knows its leases by their numbers,
+            # if it is no built-in one, which says nothing about them.
+            for claim in self._claims.lose_all(RESTARTED, connection.ranks, but_numbered=not event.is_builtin):
                 self._tell_gone(claim, now_ns)
         self._step_peer(peer.HandshakeSucceeded(), now_ns)
 

@@ -473,7 +473,7 @@ def _rank(
     context = WorkerContext(
         options=options,
         local=local,
-        process=uuid.uuid4().hex,
+        draw_name=lambda: uuid.uuid4().hex,
         nixl_port=port,
         side_channel=side_channel,
         clock=clock,

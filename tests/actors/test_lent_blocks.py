@@ -12,9 +12,12 @@ from connector.config import ConnectorOptions
 from connector.observe.catalogue import LATE_NOTIFICATIONS
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.protocol import SendEnded
+from connector.runtime.connections import Connections
 from connector.wire.control import Release, Released, decode_answer, encode_request
+from statemachine.lease import LeaseName
 from tests.actors.engines import HELD_SECONDS, HOST, LEASE_SECONDS, Engine, engine, lend_by_all, until
 from tests.actors.stranger import stranger
+from tests.actors.test_peers import reads
 from tests.actors.test_pull import run
 
 FLOOD = (1 << 16) + 1
@@ -181,6 +184,43 @@ def test_two_engines_of_one_id_do_not_release_for_each_other() -> None:
             other.borrow("a", loan, p.address, [2], [1])
             assert (await until(lambda: other.received("a"))).failure is None
             assert (other.blocks([2]) == 7).all()
+            assert not (await until(lambda: p.sent("remote-a"))).expired
+
+    run(test)
+
+
+def test_a_late_release_of_who_was_evicted_ends_nothing_that_is_held_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is on its way, over a connection that is closed, while P is evicted on D, met again, and asked for the same
+    blocks: whoever sends them the same parameters again."""
+    late: list[bytes] = []
+
+    def hold_up(connections: Connections, number: int, rank: int, leases: tuple[LeaseName, ...]) -> None:
+        late.append(encode_request(Release(**connections._sender(number, rank), leases=leases)))
+
+    async def test() -> None:
+        options = ConnectorOptions(kv_lease_duration=LEASE_SECONDS, peer_limit=1)
+        async with (
+            engine("p", serves=True, options=options) as p,
+            engine("other", serves=True) as other,
+            engine("d", options=options) as d,
+        ):
+            loan = lend_by_all([p], "remote-a")
+            d.wait_for("a", loan, p.address)
+            await until(lambda: d.trace.path("hold", "remote-a/0")[-1:] == ["held"])
+            with monkeypatch.context() as patch:
+                patch.setattr(Connections, "release", hold_up)
+                d.release_unread("a", p, remote_request_id=loan.request_id)
+                await until(lambda: late)
+                await reads(d, other, "x")
+                await until(lambda: d.trace.path("peer", "p")[-1] == "gone")
+            d.wait_for("b", loan, p.address)
+            await until(lambda: d.trace.path("hold", "remote-a/0")[-1:] == ["held"])
+            with closing(ZmqSideChannel()) as channel:
+                link = await channel.open_link(HOST, p.control.port)
+                link.send(late[0])
+                assert decode_answer(await link.receive()) == Released(leases=(loan,))
+            assert p.sent("remote-a") is None, "freed while D waits for it"
+            d.release_unread("b", p, remote_request_id=loan.request_id)
             assert not (await until(lambda: p.sent("remote-a"))).expired
 
     run(test)

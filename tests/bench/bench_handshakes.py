@@ -314,7 +314,7 @@ def decode_rank(model: Model, memory: Memory, wanted: int, *, is_metered: bool) 
         context = WorkerContext(
             options=ConnectorOptions(handshake_timeout_seconds=60.0),
             local=local,
-            process=uuid.uuid4().hex,
+            draw_name=lambda: uuid.uuid4().hex,
             nixl_port=port,
             side_channel=side_channel,
             clock=clock,

@@ -435,6 +435,35 @@ class TestRealNixlPort(NixlPortSuite):
 
         self.run(scenario)
 
+    def test_many_peers_that_hang_before_their_first_read_leave_the_thread_its_pauses(self) -> None:
+        """As behind a firewall that drops what goes to the ports of UCX. Looking at many READs is work, but not progress:
+        without pauses the thread would take a core, and the interpreter from the engine."""
+
+        async def scenario(world: NixlWorld) -> None:
+            peer = await world.open_peer(stepwise=True)
+            reader = await new_reader(world, stepwise=True)
+            assert isinstance(reader.port, RealNixlPort)
+            core, thread = reader.port._core, reader.port._thread
+            await peer.pause()
+            await reader.connect(peer.metadata, peer.run)
+            (transfer,) = core.first_reads.values()
+
+            async def turns_beside(others: int) -> int:
+                core.first_reads.update((f"other {number}", transfer) for number in range(others))
+                before = thread.turns
+                await trio.sleep(1.0)
+                turns = thread.turns - before
+                for number in range(others):
+                    del core.first_reads[f"other {number}"]
+                return turns
+
+            one = await turns_beside(0)
+            assert await turns_beside(31) < 5 * one
+            await reader.port.remove_remote_agent(reader.peer_name)
+            await peer.resume()
+
+        self.run(scenario)
+
     @pytest.mark.parametrize("ends", ["removed", "closed"])
     def test_a_peer_that_hangs_before_its_first_read_keeps_nobody(self, ends: str) -> None:
         async def scenario(world: NixlWorld) -> None:

@@ -106,6 +106,13 @@ PRODUCTS: tuple[Product, ...] = (
     Product(name="three requests", requests=_THREE, deviations=1, restarts=True),
     Product(name="two requests, one lease", requests=((0, 0), (0, 0)), deviations=2, restarts=True),
     Product(name="two requests, one lease that is kept", requests=((0, 0), (0, 0)), deviations=2, keeps=True),
+    Product(
+        name="two requests, one lease, under a supervisor",
+        requests=((0, 0), (0, 0)),
+        deviations=2,
+        supervised=True,
+        clocks=(TICK_NS,),
+    ),
     Product(name="one request, its lease is kept", deviations=2, keeps=True, restarts=True, supervised=True),
     Product(name="two ranks of P", prefill_ranks=2, deviations=2, restarts=True),
     Product(name="two ranks of D", decode_ranks=2, deviations=2),

@@ -410,12 +410,19 @@ def held_at_the_end(patch: Patch) -> None:
         deadline_ns = now_ns + self._limits.lease_ns
         for name in asked.leases:
             known, why = self._find(name)
-            if known is None:
-                gone.append((name, why))
+            reader = lease.Reader(asked.rank, asked.process)
+            if known is None or self._leases[known].has_left(asked.engine_id, reader):
+                gone.append((name, why or lending.RELEASED))
                 continue
             self._step(
                 known,
-                lease.Held(engine_id=asked.engine_id, rank=asked.rank, ranks=asked.ranks, deadline_ns=deadline_ns),
+                lease.Held(
+                    engine_id=asked.engine_id,
+                    rank=asked.rank,
+                    ranks=asked.ranks,
+                    deadline_ns=deadline_ns,
+                    process=asked.process,
+                ),
             )
             held.append((name, max(0, self._leases[known].deadline_ns - now_ns)))
         self._outcome.effects.append(

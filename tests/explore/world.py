@@ -188,11 +188,13 @@ class Broken(Exception):
 
 
 class ReplyTo(NamedTuple):
-    """Where P answers to: a rank of a decode engine, by its name, and which of its connections."""
+    """Where P answers to: a rank of a decode engine, by its name, and which of its connections. `sender` as in
+    `Message`."""
 
     engine: str
     rank: int
     connection: int
+    sender: int
 
 
 class Connection(NamedTuple):
@@ -259,7 +261,7 @@ class Lent(NamedTuple):
         grant: whether the prefill still runs as far as this rank knows.
         freed: how often; FREED_BY_CRASH.
         promised_ns: on P's clock, for how much longer somebody has been promised that it is held.
-        told, let_go: one bit for each rank of D: it was told `Held`; its release has arrived since.
+        told, let_go: one bit for each core of D (`Rules.bit`): it was told `Held`; its release has arrived.
     """
 
     grant: int
@@ -287,7 +289,8 @@ class Lease(NamedTuple):
 class Message(NamedTuple):
     """On a link between a core on D and a rank of P. `age_ns` is on D's clock, since the Hold was sent.
 
-    `leases` have what P says about each: how much remains, or -1: gone.
+    `leases` have what P says about each: how much remains, or -1: gone. `sender`: which core has sent it to P, of those
+    that know P one after another in its place.
     """
 
     kind: int
@@ -296,6 +299,7 @@ class Message(NamedTuple):
     rank: int
     age_ns: int
     leases: tuple[tuple[int, int], ...]
+    sender: int = 0
 
 
 class World(NamedTuple):
@@ -305,6 +309,7 @@ class World(NamedTuple):
         is_plain: nothing has deviated so far, except that requests were long in coming.
         life: which one of P this is.
         connects: how many connections each core has had; the last one has this number.
+        successions: how many cores each one of D has succeeded.
         leaving: whether P stays.
         leaving_ns: on P's clock since it was told to leave, up to its grace period.
         bereaved: of each core of D, whether its connection has ended over which it had heard that P leaves, and nothing
@@ -321,6 +326,7 @@ class World(NamedTuple):
     is_late: tuple[bool, ...]
     handshakes: tuple[int, ...]
     connects: tuple[int, ...]
+    successions: tuple[int, ...]
     connections: tuple[tuple[Connection, ...], ...]
     requests: tuple[Asked, ...]
     leases: tuple[Lease, ...]
@@ -356,6 +362,11 @@ NOBODY_THERE = ConnectionRefused(peer="p")
 UNLIKE = Incompatible(peer="p", field="dtype", local="float16", remote="bfloat16", advice="start it alike")
 CRASH = ActorCrashed(actor="peer actor of p", error="KeyError()")
 STOPPED = ConnectorStopped(detail="shutdown")
+
+
+def _process(core: int, sender: int) -> str:
+    """What P knows this one of the cores by that have been in this place."""
+    return f"process {core}.{sender}"
 
 
 def _put(items: tuple[T, ...], index: int, item: T) -> tuple[T, ...]:
@@ -440,6 +451,7 @@ class Rules:
             is_late=(False,) * (len(decode) + len(prefill)),
             handshakes=(DONE,) * len(decode),
             connects=(0,) * len(decode),
+            successions=(0,) * len(decode),
             connections=((),) * len(decode),
             requests=tuple(Asked(ABROAD, False, (part,) * product.decode_ranks) for _ in product.requests),
             leases=tuple(Lease(is_foreign=False, is_old=False, age_ns=0, ranks=ranks) for ranks in lent),
@@ -447,6 +459,10 @@ class Rules:
             parked=(),
             bereaved=(False,) * len(decode),
         )
+
+    def bit(self, core: int, sender: int) -> int:
+        """The one of `Lent.told` and `let_go`."""
+        return 1 << (sender * self.decode_cores + core)
 
     def fresh_remote_engine(self, rank: int) -> int:
         """What a rank of D has admitted."""
@@ -602,7 +618,11 @@ class Rules:
                 engines[old // product.decode_ranks] * product.decode_ranks + old % product.decode_ranks
                 for old in range(self.decode_cores)
             ]
-            names |= {f"process {old}": f"process {new}" for old, new in enumerate(cores)}
+            names |= {
+                _process(old, sender): _process(new, sender)
+                for old, new in enumerate(cores)
+                for sender in range(product.deviations + 1)
+            }
             found.append((order, tuple(leases[old] for old in sorted(leases)), tuple(cores), names))
         return found
 
@@ -621,7 +641,9 @@ class Rules:
             return tuple(moved)
 
         def bits(mask: int) -> int:
-            return sum(1 << new for old, new in enumerate(cores) if mask >> old & 1)
+            senders = range(self.product.deviations + 1)
+            moved = (self.bit(new, at) for at in senders for old, new in enumerate(cores) if mask & self.bit(old, at))
+            return sum(moved)
 
         def readdress(message: Message) -> Message:
             moved = tuple(sorted((leases[lease], says) for lease, says in message.leases))
@@ -648,6 +670,7 @@ class Rules:
             move(world.is_late, all_cores),
             move(world.handshakes, cores),
             move(world.connects, cores),
+            move(world.successions, cores),
             move(world.connections, cores),
             move(world.requests, requests),
             move(lent, leases),
@@ -983,6 +1006,7 @@ class Turn:
         self.is_late = world.is_late
         self.handshakes = world.handshakes
         self.connects = world.connects
+        self.successions = world.successions
         self.connections = world.connections
         self.requests = world.requests
         self.leases = world.leases
@@ -1003,6 +1027,7 @@ class Turn:
             self.is_late,
             self.handshakes,
             self.connects,
+            self.successions,
             self.connections,
             self.requests,
             self.leases,
@@ -1079,6 +1104,7 @@ class Turn:
                 if isinstance(kept, RemoteEngine) and kept.is_finished:
                     rank = core % self._product.decode_ranks
                     self.cores = _put(self.cores, core, self._rules.fresh_remote_engine(rank))
+                    self.successions = _put(self.successions, core, self.successions[core] + 1)
                 self.bereaved = _put(self.bereaved, core, False)
                 self.feed(core, event)
 
@@ -1162,7 +1188,7 @@ class Turn:
                 )
                 for lease, remaining_ns in says:
                     if remaining_ns >= 0:
-                        self._promise(lease, rank, core, remaining_ns)
+                        self._promise(lease, rank, core, reply_to.sender, remaining_ns)
                 self.mail = (*self.mail, Message(HELD, core, connection, rank, -effect.sent_ns, says))
             case lending.AnswerRelease(reply_to=ReplyTo(connection=connection) as reply_to, leases=leases):
                 core = self._rules.core_named(reply_to)
@@ -1171,17 +1197,13 @@ class Turn:
             case lending.FreeBlocks(lease=name, expired=expired):
                 self._free(self._rules.lease_numbers[name], rank, expired=expired)
 
-    def _promise(self, lease: int, rank: int, core: int, remaining_ns: int) -> None:
-        lent = self.leases[lease].ranks[rank]
+    def _promise(self, lease: int, rank: int, core: int, sender: int, remaining_ns: int) -> None:
+        lent, bit = self.leases[lease].ranks[rank], self._rules.bit(core, sender)
         if lent.freed:
             raise Broken(f"invariant 5: rank {rank} of P says Held of lease {lease}, which it has freed")
-        self._set_lent(
-            lease,
-            rank,
-            promised_ns=max(lent.promised_ns, remaining_ns),
-            told=lent.told | 1 << core,
-            let_go=lent.let_go & ~(1 << core),
-        )
+        if lent.let_go & bit:
+            raise Broken(f"invariant 5: rank {rank} of P keeps lease {lease} for one that will not let go of it again")
+        self._set_lent(lease, rank, promised_ns=max(lent.promised_ns, remaining_ns), told=lent.told | bit)
 
     def _free(self, lease: int, rank: int, *, expired: bool) -> None:
         lent = self.leases[lease].ranks[rank]
@@ -1191,7 +1213,13 @@ class Turn:
             raise Broken(
                 f"invariant 5: rank {rank} of P ends lease {lease} {lent.promised_ns} ns before what it has promised"
             )
-        if not expired and lent.told & ~lent.let_go:
+        dead = sum(
+            self._rules.bit(core, sender)
+            for core in range(self._rules.decode_cores)
+            if self.cores[core] == DEAD
+            for sender in range(self.successions[core] + 1)
+        )
+        if not expired and lent.told & ~(lent.let_go | dead):
             raise Broken(f"invariant 5: rank {rank} of P frees lease {lease} while somebody who was told Held reads")
         self._set_lent(lease, rank, freed=1)
         if all(each.freed for each in self.leases[lease].ranks):
@@ -1245,7 +1273,7 @@ class Turn:
             raise Broken(f"{self._rules.name(core)} sends {MESSAGES[kind]} on a connection that is torn down")
         if connection.links >> rank & 1:
             says = tuple(sorted((self._rules.lease_numbers[name], 0) for name in leases))
-            self.mail = (*self.mail, Message(kind, core, number, rank, age_ns, says))
+            self.mail = (*self.mail, Message(kind, core, number, rank, age_ns, says, self.successions[core]))
 
     def arrive(self) -> None:
         message, self.mail = self.mail[0], self.mail[1:]
@@ -1292,7 +1320,8 @@ class Turn:
             return
         names = tuple(self._rules.leases[lease] for lease, _ in message.leases)
         engine, rank = divmod(message.core, self._product.decode_ranks)
-        ranks, reply_to = self._product.decode_ranks, ReplyTo(f"d{engine}", rank, message.connection)
+        reply_to = ReplyTo(f"d{engine}", rank, message.connection, message.sender)
+        ranks = self._product.decode_ranks
         core = self._rules.decode_cores + message.rank
         match message.kind:
             case self_kind if self_kind == HOLD:
@@ -1305,13 +1334,14 @@ class Turn:
                         ranks=ranks,
                         sent_ns=-message.age_ns,
                         leases=names,
-                        process=f"process {message.core}",
+                        process=_process(message.core, message.sender),
                     ),
                 )
             case self_kind if self_kind == RELEASE:
                 for lease, _ in message.leases:
-                    let_go = self.leases[lease].ranks[message.rank].let_go | 1 << message.core
-                    self._set_lent(lease, message.rank, let_go=let_go)
+                    let_go = self.leases[lease].ranks[message.rank].let_go
+                    gone = self._rules.bit(message.core, message.sender)
+                    self._set_lent(lease, message.rank, let_go=let_go | gone)
                 self.feed(
                     core,
                     lending.ReleaseAsked(
@@ -1320,7 +1350,7 @@ class Turn:
                         rank=rank,
                         ranks=ranks,
                         leases=names,
-                        process=f"process {message.core}",
+                        process=_process(message.core, message.sender),
                     ),
                 )
             case self_kind if self_kind == HEARTBEAT:
@@ -1669,12 +1699,6 @@ class Turn:
         self.parked = tuple(
             each for each in self.parked if each.kind in TO_PEER or self._rules.engine_of(each.core) != engine
         )
-        for lease, lent in enumerate(self.leases):
-            for rank, each in enumerate(lent.ranks):
-                let_go = each.let_go
-                for core in self._rules.cores_of(engine):
-                    let_go |= 1 << core
-                self._set_lent(lease, rank, let_go=let_go)
 
     # --- time -------------------------------------------------------------------------------------------------------
 

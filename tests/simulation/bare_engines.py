@@ -8,7 +8,6 @@ each time. `on_sockets`: the side channel is real ZMQ, and time is real.
 from __future__ import annotations
 
 import time
-import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -53,6 +52,7 @@ from tests.simulation.agenda import Agenda
 from tests.simulation.cluster import make_trio_deterministic
 from tests.simulation.fake_network import LOOPBACK, FakeNetwork, FakeSideChannel
 from tests.simulation.fake_nixl import FakeNixlWorld, FlyingRead
+from tests.simulation.names import names_drawn_by
 from tests.simulation.process import Machine, ProcessClock, SilentEventLog
 
 HEADS = 72
@@ -141,7 +141,7 @@ class Rank:
         context = WorkerContext(
             options=OPTIONS,
             local=self._local,
-            process=uuid.uuid5(uuid.NAMESPACE_OID, name).hex,
+            draw_name=names_drawn_by(name),
             nixl_port=self.port,
             side_channel=side_channel,
             clock=doors.clock,

@@ -177,7 +177,8 @@ class Lent:
             been promised so much.
         freed_seconds: when it ended, or its process did.
         holders: by engine id, as far as messages have arrived.
-        promised: processes that have asked to hold it and have not released it since.
+        promised: by their names those that have asked to hold it and have not released it since.
+        left: those that have released it. They will not hold it again: a hold that says so is late.
         waiting: the consumers that have not let go of the blocks: their engine, and since when they were announced.
         consumed: the ranks of decode engines on which all consumers have let go: what comes after that is not held.
         decodes: the engines that have taken the prompt over.
@@ -199,6 +200,7 @@ class Lent:
     freed_seconds: float = inf
     holders: dict[str, Holder] = field(default_factory=dict)
     promised: set[str] = field(default_factory=set)
+    left: set[str] = field(default_factory=set)
     waiting: dict[Consumer, tuple[str, float]] = field(default_factory=dict)
     consumed: set[tuple[str, int]] = field(default_factory=set)
     decodes: set[str] = field(default_factory=set)
@@ -468,8 +470,10 @@ class Oracles:
         return lents[tp_rank]
 
     def hold(self, lent: Lent, asked: control.Hold, now_ns: int, leaves_ns: int | None = None) -> None:
-        """A message has arrived that asks for it; a rank that has released it wants it again. `leaves_ns`: when the
-        grace period is over of an engine that is to end."""
+        """A message has arrived that asks for it; a rank that has released it and has met P anew wants it again.
+        `leaves_ns`: when the grace period is over of an engine that is to end."""
+        if asked.process in lent.left:
+            return
         holder = lent.holders.setdefault(asked.engine_id, Holder(ranks=asked.ranks))
         holder.ranks = max(holder.ranks, asked.ranks)
         holder.released.discard(asked.rank)
@@ -489,6 +493,7 @@ class Oracles:
         holder.ranks = max(holder.ranks, asked.ranks)
         holder.released.add(asked.rank)
         lent.promised.discard(asked.process)
+        lent.left.add(asked.process)
 
     def take_over(self, owner: str, request_id: str, decode: str, consumer: str, ranks: int) -> None:
         """`consumer` on the ranks of `decode` is going to read the blocks."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import enum
 import logging
 import random
-import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -59,6 +58,7 @@ from tests.simulation.fake_network import FakeNetwork, FakeSideChannel
 from tests.simulation.fake_nixl import FakeNixlWorld
 from tests.simulation.faults import QUARANTINE_SHARE, Kind
 from tests.simulation.model import WORD_BYTES, RankMemory
+from tests.simulation.names import names_drawn_by
 from tests.simulation.oracles import Oracles
 from tests.simulation.shapes import LATE_DEVICE_SECONDS_MAX, LATE_DEVICES, RANK_LAG_SECONDS_MAX, EngineShape, Model
 
@@ -268,7 +268,7 @@ class Rank:
         context = WorkerContext(
             options=around.options_of(engine.name),
             local=self._local,
-            process=uuid.uuid5(uuid.NAMESPACE_OID, f"{self._owner} {tp_rank}").hex,
+            draw_name=names_drawn_by(f"{self._owner} {tp_rank}"),
             nixl_port=self.port,
             side_channel=side_channel,
             clock=clock,

@@ -10,7 +10,7 @@ import pytest
 
 from statemachine import lending
 from statemachine.kernel import Effect, Event
-from statemachine.lease import LeaseName
+from statemachine.lease import READERS_MAX, LeaseName
 from statemachine.lending import (
     AMBIGUOUS,
     EXPIRED,
@@ -216,6 +216,16 @@ def test_a_request_id_that_is_used_again_supersedes_its_lease_and_is_ambiguous_w
     assert len(core.leases()) == 1
 
 
+def test_where_request_ids_come_again_one_without_its_number_names_no_lease() -> None:
+    """It may be that of a lease of an engine that was here before: nobody remembers it, and its blocks are others'."""
+    without = LeaseName("a", 0)
+    core = Lending(msgspec.structs.replace(LIMITS, ids_repeat=True))
+    core.handle(Computing(lease=A), 0)
+    core.handle(Granted(lease=A), 0)
+    assert hold(core, 0, without).gone == ((without, AMBIGUOUS),)
+    assert hold(core, 0, A).held == ((A, 100),)
+
+
 def test_a_preempted_request_is_announced_again_and_remembers_its_readers() -> None:
     core = Lending(LIMITS)
     core.handle(Computing(lease=A), 0)
@@ -372,13 +382,42 @@ def test_a_lease_is_held_by_a_bounded_number_of_engines() -> None:
 def test_a_lease_is_held_by_a_bounded_number_of_processes() -> None:
     """A step costs as much as it has holders and processes of one, and anybody may claim to be one."""
     core = lent(NAME)
-    for number in range(lending.READERS_MAX):
+    for number in range(READERS_MAX):
         assert held_by(core, "d", f"{number:032x}") == "held"
     assert held_by(core, "d", "one too many") == lending.CROWDED
     assert held_by(core, "d", f"{0:032x}") == "held"
     released = ReleaseAsked(reply_to=b"", engine_id="d", rank=0, ranks=1, leases=(NAME,), process="one too many")
     assert core.handle(released, 1) == [AnswerRelease(reply_to=b"", leases=(NAME,))]
     assert core.leases()[0].holders[0].released == frozenset()
+
+
+@pytest.mark.parametrize("is_granted", [True, False])
+def test_a_hold_that_comes_behind_its_own_release_keeps_nothing(is_granted: bool) -> None:
+    """Over an earlier connection. Nobody would release it again, and it would end as one that nobody has read."""
+    core = lent(NAME)
+    if not is_granted:
+        core = Lending(LIMITS)
+        core.handle(lending.Computing(lease=NAME), 0)
+    two_ranks = {"reply_to": b"", "engine_id": "d", "ranks": 2, "leases": (NAME,)}
+    core.handle(ReleaseAsked(**two_ranks, rank=0, process="a"), 1)
+    assert held_by(core, "d", "a") == lending.RELEASED
+    assert held_by(core, "d", "b") == "held", "another process of that rank, or the same that has met us anew"
+    core.handle(ReleaseAsked(**two_ranks, rank=0, process="b"), 1)
+    effects = core.handle(ReleaseAsked(**two_ranks, rank=1, process="c"), 1)
+    if not is_granted:
+        effects = core.handle(lending.Granted(lease=NAME), 2)
+    assert FreeBlocks(lease=NAME, expired=False) in effects
+
+
+def test_who_has_released_is_remembered_within_bounds() -> None:
+    core = lent(NAME)
+    assert held_by(core, "other") == "held"
+    for number in range(READERS_MAX + 2):
+        core.handle(
+            ReleaseAsked(reply_to=b"", engine_id="d", rank=0, ranks=2, leases=(NAME,), process=f"{number:032x}"), 1
+        )
+    (holder,) = [each for each in core.leases()[0].holders if each.engine_id == "d"]
+    assert len(holder.left) == READERS_MAX
 
 
 def held_by(core: Lending, engine_id: str, process: str = "") -> str:

@@ -555,6 +555,19 @@ def test_another_life_of_a_builtin_p_ends_what_was_assumed_of_the_one_before() -
     assert only(drive.connect(2, is_builtin=True, life="l2"), Report) == [failed("a", over(RESTARTED))]
 
 
+def test_what_has_no_number_is_not_asked_of_another_process_of_ours() -> None:
+    """It may have lent other blocks under that request id. By its number it knows what it has not lent."""
+    drive = Driver()
+    nameless, numbered = LeaseName("p", 0), A
+    drive.announce("a", nameless)
+    drive.announce("b", numbered)
+    drive.connect(1, life="l1")
+    drive.feed(LinkLost(connection=1, detail="reset"), TornDown(connection=1))
+    asked = only(drive.connect(2, life="l2"), SendHold)
+    assert [each.leases for each in asked] == [(numbered,)]
+    assert failed("a", over(RESTARTED, nameless)) in drive.start("a", nameless)
+
+
 def test_the_same_life_of_a_builtin_p_is_read_from_again_and_its_lease_did_not_grow() -> None:
     drive = reading(is_builtin=True)
     drive.wait(10 * S)

@@ -183,7 +183,7 @@ class AgentCore:
         """READs in flight."""
         self._looks = Looks()  # has the same READs
         self.looked_at = 0
-        """READs in flight that the last poll asked about."""
+        """READs that the last poll asked about: of those in flight, and the first ones from peers."""
         self.errored: dict[ReadHandle, _Read] = {}
         """READs that ended with an error and may still write; their handles are kept."""
         self.first_reads: dict[AgentName, Any] = {}
@@ -353,6 +353,7 @@ class AgentCore:
 
     def poll_reads(self) -> list[NixlEvent]:
         """Ask for the state of READs in flight, of those whose turn it is; this also makes all of them progress."""
+        self.looked_at = len(self.first_reads)
         for agent, transfer in list(self.first_reads.items()):
             try:
                 is_over = self._agent.check_xfer_state(transfer) == "DONE"
@@ -360,7 +361,6 @@ class AgentCore:
                 is_over = True
             if is_over:
                 self._forget_first_read(agent)
-        self.looked_at = 0
         ended: list[NixlEvent] = []
         for handle in self._looks.due():
             self.looked_at += 1

@@ -8,7 +8,6 @@ has decided, and takes what the connector says.
 
 from __future__ import annotations
 
-import uuid
 import zlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -54,6 +53,7 @@ from tests.rig.layouts import attention_rank, attention_shapes
 from tests.simulation.crashes.points import OWNER, Door, Points, guarded
 from tests.simulation.fake_network import FakeNetwork, FakeSideChannel
 from tests.simulation.fake_nixl import FakeNixlWorld
+from tests.simulation.names import names_drawn_by
 from tests.simulation.process import Machine, ProcessClock
 
 BLOCKS = 64
@@ -236,7 +236,7 @@ class Rank:
             context = WorkerContext(
                 options=options,
                 local=local,
-                process=uuid.uuid5(uuid.NAMESPACE_OID, owner).hex,
+                draw_name=names_drawn_by(owner),
                 nixl_port=_NixlDoor(points, owner, "nixl", self.port),  # type: ignore[arg-type]
                 side_channel=Door(points, owner, "side channel", channel, SIDE_CHANNEL_KINDS),  # type: ignore[arg-type]
                 clock=clock,

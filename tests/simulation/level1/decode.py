@@ -533,6 +533,7 @@ class DecodeRank:
         "_clock",
         "_connections",
         "_heap",
+        "_names",
         "_roster",
         "agents",
         "life",
@@ -568,12 +569,18 @@ class DecodeRank:
         self.writing: list[set[int]] = [set() for _ in range(pieces)]
         self._agent_free_ns = 0
         self._connections = 0
+        self._names = 0
         self._heap = world.heap
         self._clock = life.engine.clock
 
     def connections(self) -> list[Connection]:
         """All whose agents are loaded."""
         return [each for agent in self.agents.values() for each in (*agent.connections, *agent.leaving)]
+
+    def draw_name(self) -> str:
+        """Another one with each call."""
+        self._names += 1
+        return f"{self.name} {self._names}"
 
     def next_connection(self) -> int:
         self._connections += 1

@@ -55,7 +55,8 @@ class Prompt:
         promised_ns: until when P has said to keep it; touched_ns: until when it would keep it, by what has reached it.
             Both by P's clock.
         holders: what has reached P from engines that hold: of how many ranks, and which of them have released.
-        askers: processes that have asked to hold it and have not released it since.
+        askers: by their names those that have asked to hold it and have not released it since.
+        leavers: those that have released it. They will not hold it again: a hold that says so is late.
         notifiers: senders of notifications that have reached P.
         is_superseded: the engine has used its id again, and has freed it by itself.
         tp_size: by which requests describe its engine.
@@ -80,6 +81,7 @@ class Prompt:
         "is_superseded",
         "is_taken_back",
         "lease",
+        "leavers",
         "life",
         "notifier_ranks",
         "notifiers",
@@ -98,6 +100,7 @@ class Prompt:
     touched_ns: list[int]
     holders: list[dict[str, tuple[int, set[int]]]]
     askers: list[set[str]]
+    leavers: list[set[str]]
     notifiers: list[set[str]]
     notifier_ranks: list[int]
 
@@ -141,6 +144,7 @@ class Prompt:
         self.touched_ns = [0] * ranks
         self.holders = [{} for _ in range(ranks)]
         self.askers = [set() for _ in range(ranks)]
+        self.leavers = [set() for _ in range(ranks)]
         self.notifiers = [set() for _ in range(ranks)]
         self.notifier_ranks = [0] * ranks
 
@@ -498,7 +502,8 @@ class PrefillRank(Executor):
             if is_release:
                 released.add(asked.rank)
                 prompt.askers[self.number].discard(asked.process)
-            else:
+                prompt.leavers[self.number].add(asked.process)
+            elif asked.process not in prompt.leavers[self.number]:
                 released.discard(asked.rank)
                 prompt.askers[self.number].add(asked.process)
                 self._touch(prompt, until_ns)

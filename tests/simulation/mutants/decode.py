@@ -22,6 +22,7 @@ from tests.simulation.mutants.places import (
     SAMPLES,
     SHARED,
     SIBLINGS,
+    SUPERVISED,
     TWO_OF_P,
     within,
 )
@@ -262,8 +263,18 @@ PROOF = (
         rule="asked again on a new connection",
         row=48,
         broken="the leases of a built-in engine are taken to have outlived its process",
-        changes=(Edit(RemoteEngine._connect, "was_another and event.is_builtin", "False"),),
+        changes=(Edit(RemoteEngine._connect, "if was_another:", "if False:"),),
         place=ByTest(CORE + "::test_a_builtin_engine_that_restarted_keeps_nothing"),
+    ),
+    Mutant(
+        name="a lease without a number outlives its process",
+        rule="asked again on a new connection",
+        row=53,
+        broken="P's next process is asked for a request id, and holds what it has lent under it",
+        changes=(Edit(RemoteEngine._connect, "if was_another:", "if was_another and event.is_builtin:"),),
+        place=ByTest(
+            "tests/unit/test_remote_engine.py::test_what_has_no_number_is_not_asked_of_another_process_of_ours"
+        ),
     ),
     Mutant(
         name="a built-in P is taken to lend what another one has lent",
@@ -1151,6 +1162,20 @@ PEERS = (
         place=ByTest(
             "tests/unit/test_remote_engine.py::test_nobody_waits_for_the_successor_of_an_engine_whose_connection_stays"
         ),
+    ),
+    Mutant(
+        name="who comes while a last attempt hangs waits for ever",
+        rule="who waits is told",
+        row=45,
+        broken="a request for an engine that is given up waits for the end of a last attempt, which has no bound",
+        changes=(
+            Edit(
+                RemoteEngine._passes_to_successor,
+                "is_left = self.is_retired and not (self._is_stopped or is_connecting)",
+                "is_left = self.is_retired and not self._is_stopped",
+            ),
+        ),
+        place=Explored(within(SUPERVISED, 2), "liveness"),
     ),
     Mutant(
         name="attempts to say releases hold requests up",

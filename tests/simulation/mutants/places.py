@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from tests.explore import Product
+from tests.explore.product import TICK_NS
 from tests.simulation.faults import Kind
 from tests.simulation.mutants.mutant import fault
 
@@ -16,6 +17,9 @@ SIBLINGS = Product(name="two engines, one lease", requests=((0, 0), (1, 0)), res
 TWINS = Product(name="two engines of one id", requests=((0, 0), (1, 0)), twins=True)
 TWO_OF_P = Product(name="two ranks of P", prefill_ranks=2, restarts=True)
 TWO_OF_D = Product(name="two ranks of D", decode_ranks=2)
+SUPERVISED = Product(
+    name="two requests, one lease, under a supervisor", requests=((0, 0), (0, 0)), supervised=True, clocks=(TICK_NS,)
+)
 BUILTIN = Product(name="built-in P", requests=((0, 0), (0, 1)), is_builtin=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from connector.runtime.connections import Connections
 from statemachine import lease, lending
 from statemachine.lending import Lending
 from tests.simulation.mutants.mutant import ByTest, Edit, Explored, Mutant
@@ -81,11 +82,29 @@ READERS = (
         place=Explored(within(TWINS, 1), "invariant 5"),
     ),
     Mutant(
+        name="a rank is known by one name for ever",
+        rule="who was promised",
+        row=19,
+        broken="a release that was sent before P was evicted ends what the same rank has been promised since",
+        changes=(Edit(Connections.__init__, "context.draw_name()", "'0' * 32"),),
+        place=ByTest(
+            "tests/actors/test_lent_blocks.py::test_a_late_release_of_who_was_evicted_ends_nothing_that_is_held_anew"
+        ),
+    ),
+    Mutant(
+        name="a hold that is late counts",
+        rule="late and repeated messages",
+        row=41,
+        broken="a hold that comes behind its own release keeps blocks until they expire, for nobody",
+        changes=(Edit(Lending._hold, "self._leases[known].has_left(asked.engine_id, reader)", "False"),),
+        place=Explored(within(ONE, 2), "invariant 5"),
+    ),
+    Mutant(
         name="processes without bound",
         rule="late and repeated messages",
         row=50,
         broken="whoever names a lease under ever new names of processes makes each step of it dearer",
-        changes=(Edit(Lending._is_full, "len(known.promised) >= READERS_MAX", "False"),),
+        changes=(Edit(Lending._is_full, "len(known.promised) >= machine.READERS_MAX", "False"),),
         place=ByTest(LENDING + "::test_a_lease_is_held_by_a_bounded_number_of_processes"),
     ),
     Mutant(
@@ -344,8 +363,16 @@ ENDS = (
         rule="names",
         row=53,
         broken="parameters without a number mean the newest lease of a request id that was used twice",
-        changes=(Edit(Lending._find, "if name.request_id in self._reused:", "if False:"),),
+        changes=(Edit(Lending._find, "name.request_id in self._reused:", "False:"),),
         place=ByTest(LENDING + USED_AGAIN),
+    ),
+    Mutant(
+        name="number 0 means the newest of this life",
+        rule="names",
+        row=53,
+        broken="parameters without a number mean another life's lease where clients' request ids come again",
+        changes=(Edit(Lending._find, "self._limits.ids_repeat or ", ""),),
+        place=ByTest(LENDING + "::test_where_request_ids_come_again_one_without_its_number_names_no_lease"),
     ),
     Mutant(
         name="number 0 means nothing",
