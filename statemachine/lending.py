@@ -91,8 +91,7 @@ class LendingLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Computing(Event, frozen=True, kw_only=True):
-    """A request that will be lent has been scheduled; again after a preemption. `age_ns`: how long the engine has known
-    it."""
+    """A request that will be lent has been scheduled. `age_ns`: how long the engine has known it."""
 
     lease: LeaseName
     age_ns: int = 0
@@ -460,7 +459,7 @@ class Lending:
     # --- leases -----------------------------------------------------------------------------------------------------
 
     def _begin(self, name: LeaseName, age_ns: int = 0) -> None:
-        """Know this lease; a request is announced again when it is scheduled again after a preemption."""
+        """Know this lease, from when it is computed or, if that was not told, granted."""
         if name in self._leases:
             return
         before = self._newest.get(name.request_id)

@@ -96,10 +96,11 @@ class Ended(Event, frozen=True, kw_only=True):
 
 
 class StartLoad(Effect, frozen=True, kw_only=True):
-    """Read into its blocks."""
+    """Read into its blocks. `keeps_lease`: the ranks keep the lease until they are told to let go of it (`Loads`)."""
 
     request_id: str
     source: Any
+    keeps_lease: bool = False
 
 
 class ReleaseUnread(Effect, frozen=True, kw_only=True):

@@ -354,8 +354,10 @@ class Loads:
             if isinstance(effect, machine.LetGo):
                 self._let_go(before, after.state)
                 continue
-            if isinstance(effect, StartLoad) and before.lease is not None:
-                self._leases[before.lease].loading += 1
+            if isinstance(effect, StartLoad):
+                effect = msgspec.structs.replace(effect, keeps_lease=not self._shares)
+                if before.lease is not None:
+                    self._leases[before.lease].loading += 1
             self._effects.append(effect)
         if were_suspended and not self._are_suspended:
             self._effects.append(SayLoadsAgain())

@@ -136,6 +136,12 @@ class AnnounceFailed(Effect, frozen=True, kw_only=True):
     failure: Failure
 
 
+class Refuse(Effect, frozen=True, kw_only=True):
+    """Fail who has come during the delay after the attempt that failed so."""
+
+    failure: Failure
+
+
 class StartBackoff(Effect, frozen=True, kw_only=True):
     """Feed BackoffElapsed after a delay, which depends on how often it failed and why."""
 
@@ -158,7 +164,7 @@ class Abandon(Effect, frozen=True, kw_only=True):
 
 
 Effects: TypeAlias = tuple[
-    StartHandshake | AnnounceReady | AnnounceFailed | StartBackoff | DrainReads | TearDown | Abandon, ...
+    StartHandshake | AnnounceReady | AnnounceFailed | Refuse | StartBackoff | DrainReads | TearDown | Abandon, ...
 ]
 
 
@@ -191,15 +197,11 @@ def _fail(peer: Peer, event: HandshakeFailed) -> tuple[Peer, Effects]:
 
 def _reject(peer: Peer, event: Wanted) -> tuple[Peer, Effects]:
     assert peer.failure is not None
-    return peer, (AnnounceFailed(failure=peer.failure),)
+    return peer, (Refuse(failure=peer.failure),)
 
 
 def _rest(peer: Peer, event: BackoffElapsed) -> tuple[Peer, Effects]:
     return msgspec.structs.replace(peer, state=State.IDLE), NO_EFFECTS
-
-
-def _announce(peer: Peer, event: Wanted) -> tuple[Peer, Effects]:
-    return peer, (AnnounceReady(),)
 
 
 def _suspect(peer: Peer, event: ConnectionSuspect) -> tuple[Peer, Effects]:
@@ -291,7 +293,6 @@ MACHINE: Machine[Peer, Effects] = Machine(
         (_HANDSHAKING, HandshakeSucceeded): to(_connect, _READY, _DRAINING),
         (_HANDSHAKING, HandshakeFailed): to(_fail, _IDLE, _BACKOFF, _INCOMPATIBLE, _GONE),
         (_HANDSHAKING, Retired): to(_retire_later, _HANDSHAKING),
-        (_READY, Wanted): to(_announce, _READY),
         (_READY, ConnectionSuspect): to(_suspect, _DRAINING),
         (_READY, Retired): to(_retire_connected, _DRAINING),
         (_DRAINING, Wanted): to(_want_later, _DRAINING),
@@ -318,6 +319,7 @@ MACHINE: Machine[Peer, Effects] = Machine(
     },
     impossible={
         **pairs((_IDLE, _READY, *_GIVING_UP, _BACKOFF, _INCOMPATIBLE), _RESULTS, "no handshake is in flight"),
+        **pairs((_READY,), (Wanted,), "who comes is offered the connection by the core"),
         **pairs((*_WITHOUT_CONNECTION, _READY, _DISCONNECTING), (ReadsDrained,), "only who drains is waited for"),
         **pairs((*_WITHOUT_CONNECTION, _READY, _DRAINING), (TornDown,), "nothing is being torn down"),
     },

@@ -252,7 +252,7 @@ class PeerActor:
     def _handle(self, message: Event | PullCommand) -> None:
         if not isinstance(message, Event):
             self._commands_waiting -= 1
-            message = self._event_of_command(message)
+            message = self._take_command(message)
         self._in_hand = message
         self._feed(message)
         self._in_hand = None
@@ -283,7 +283,7 @@ class PeerActor:
 
     def _handle_last(self, message: Event | PullCommand) -> None:
         try:
-            self._feed(message if isinstance(message, Event) else self._event_of_command(message))
+            self._feed(message if isinstance(message, Event) else self._take_command(message))
         except Exception as error:
             self._context.log_crash(f"peer actor of {self._key.engine_id}", error)
 
@@ -299,7 +299,23 @@ class PeerActor:
         self._commands_waiting = 0
         return self._for_successor
 
-    def _event_of_command(self, command: PullCommand) -> Event:
+    def _take_command(self, command: PullCommand) -> Event:
+        """What it means for the core."""
+        now_ns = self._context.clock.now_ns()
+        try:
+            self._note_wait(command, now_ns)
+        except Exception as error:
+            # For people: no request may be lost for it.
+            self._context.log_crash(f"peer actor of {self._key.engine_id}", error)
+        return self._event_of_command(command, now_ns)
+
+    def _note_wait(self, command: PullCommand, now_ns: int) -> None:
+        if isinstance(command, StartPull | TrackLease):
+            self._notices.begin(command, now_ns)
+        elif isinstance(command, ReleaseUnread):
+            self._notices.end(command.request_id)
+
+    def _event_of_command(self, command: PullCommand, now_ns: int) -> Event:
         match command:
             case LetGo(lease=lease):
                 return core.LetGo(lease=lease, message=command)
@@ -308,15 +324,12 @@ class PeerActor:
             case MeetPeer(peer=address):
                 return core.MeetAsked(address=address, message=command)
             case ReleaseUnread():
-                self._notices.end(command.request_id)
                 return core.NotNeeded(
                     request_id=command.request_id, lease=command.lease, address=command.peer, message=command
                 )
             case StartPull():
-                now_ns = self._context.clock.now_ns()
                 blocks = sum(len(group.local_block_ids) for group in command.groups)
                 self._pulls[command.request_id] = _Pull(command=command, began_ns=now_ns, blocks=blocks)
-                self._notices.begin(command, now_ns)
                 return core.Started(
                     request_id=command.request_id,
                     lease=command.lease,
@@ -326,7 +339,6 @@ class PeerActor:
                     message=command,
                 )
             case TrackLease():
-                self._notices.begin(command, self._context.clock.now_ns())
                 return core.Announced(
                     request_id=command.request_id,
                     lease=command.lease,
@@ -481,7 +493,6 @@ class PeerActor:
 
     def _report(self, effect: core.Report) -> None:
         request_id, failure = effect.request_id, effect.failure
-        self._notices.end(request_id)
         self._context.recorder.catch_up()
         pull = self._pulls[request_id] if effect.is_quarantined else self._pulls.pop(request_id)
         resolved = pull.resolved if failure is None else None
@@ -496,6 +507,7 @@ class PeerActor:
             )
         )
         # The engine first: nobody repeats the report if a mistake raises in what follows.
+        self._notices.end(request_id)
         for ticket in pull.tickets:
             self._context.sums.withdraw(ticket)
         if effect.is_quarantined:

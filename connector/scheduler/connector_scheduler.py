@@ -185,6 +185,11 @@ class ConnectorScheduler:
             self._engine_id,
         )
         warn_of_insecurity(options, join_address(self._host, self._port))
+        if envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION:
+            _log.warning(
+                "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is set: vLLM ends this engine when a client's request id "
+                "comes again while its blocks are lent or read into (AssertionError: duplicate request id); unset it"
+            )
         if is_all_interfaces(advertised.host):
             _log.warning(
                 "VLLM_NIXL_SIDE_CHANNEL_HOST is %s, and this machine has no route by which vLLM would find the address "
@@ -438,9 +443,9 @@ class ConnectorScheduler:
         """`blocks`: that were allocated."""
         for effect in effects:
             match effect:
-                case StartLoad(request_id=request_id, source=pull):
+                case StartLoad(request_id=request_id, source=pull, keeps_lease=keeps_lease):
                     assert blocks is not None
-                    self._tell(self._pulls.load(request_id, pull, blocks))
+                    self._tell(self._pulls.load(request_id, pull, blocks, keeps_lease=keeps_lease))
                 case ReleaseUnread(request_id=request_id, source=pull):
                     self._release_unread(request_id, pull)
                 case NoteComputed():

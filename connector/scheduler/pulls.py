@@ -192,7 +192,9 @@ class Pulls:
             request_id=request_id, lease=_lease(pull.remote), peer=_address(pull.remote), age_seconds=age_seconds
         )
 
-    def load(self, request_id: str, pull: WaitingPull, blocks: KVCacheBlocks) -> StartPull | RejectPull:
+    def load(
+        self, request_id: str, pull: WaitingPull, blocks: KVCacheBlocks, *, keeps_lease: bool
+    ) -> StartPull | RejectPull:
         """Reads into these blocks, or fails the load."""
         groups, remote, tokens = self._groups.all, pull.remote, pull.tokens
         tables: Sequence[Sequence[int]] = remote.block_ids if isinstance(remote, RemotePrefill) else [()] * len(groups)
@@ -212,7 +214,7 @@ class Pulls:
             num_tokens=tokens,
             remote_num_tokens=remote.num_tokens,
             age_seconds=self._age_seconds(pull.heard_ns),
-            keeps_lease=not self._groups.are_shared,
+            keeps_lease=keeps_lease,
         )
 
     def release_unread(self, request_id: str, pull: WaitingPull) -> ReleaseUnread | None:

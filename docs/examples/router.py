@@ -14,7 +14,6 @@ goes to the prefill engine with the next prompt that has the same `X-Conversatio
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import logging
@@ -53,6 +52,7 @@ class Router:
     async def complete(self, request: Request) -> Response:
         """Any of the two calls of OpenAI's interface."""
         body = await request.json()
+        body.pop("request_id", None)  # a client that knows the id of what is lent can end the engine that lends it
         headers = {"X-Request-Id": request.headers.get("x-request-id") or str(uuid.uuid4())}
         conversation = request.headers.get("x-conversation-id")
         decode, params = self._recall(conversation)
@@ -64,8 +64,7 @@ class Router:
             return JSONResponse({"error": f"decode engine {decode}: {error!r}"}, status_code=502)
         if body.get("stream"):
             return StreamingResponse(_passed_on(answer), answer.status_code, media_type="text/event-stream")
-        content = await answer.aread()
-        self._remember(conversation, decode, content)
+        content = self._remember(conversation, decode, await answer.aread())
         return Response(content, answer.status_code, media_type="application/json")
 
     async def _prefilled(
@@ -94,14 +93,20 @@ class Router:
             return self._conversations.pop(conversation)
         return next(self._decode), None
 
-    def _remember(self, conversation: str | None, decode: str, content: bytes) -> None:
-        if self._conversations is None or conversation is None:
-            return
-        with contextlib.suppress(ValueError):
-            if params := json.loads(content).get("kv_transfer_params"):
-                self._conversations[conversation] = decode, params
-        while len(self._conversations) > CONVERSATIONS_MAX:
-            self._conversations.popitem(last=False)
+    def _remember(self, conversation: str | None, decode: str, content: bytes) -> bytes:
+        """What a decode engine says of its blocks. Returns its answer without that: no client has to know."""
+        try:
+            answer = json.loads(content)
+        except ValueError:
+            return content
+        params = answer.pop("kv_transfer_params", None) if isinstance(answer, dict) else None
+        if not params:
+            return content
+        if self._conversations is not None and conversation is not None:
+            self._conversations[conversation] = decode, params
+            while len(self._conversations) > CONVERSATIONS_MAX:
+                self._conversations.popitem(last=False)
+        return json.dumps(answer).encode()
 
 
 async def _passed_on(answer: httpx.Response) -> AsyncIterator[bytes]:

@@ -207,11 +207,9 @@ class Claims:
         for rank in range(len(claim.holds)):
             self._step_hold(claim, rank, hold.LetGo())
 
-    def drop_if_over(self, claim: Claim) -> bool:
-        if claim.users or not claim.is_over:
-            return False
-        self._drop(claim)
-        return True
+    def drop_if_over(self, claim: Claim) -> None:
+        if claim.is_over and not claim.users:
+            self._drop(claim)
 
     def _drop(self, claim: Claim) -> None:
         self._by_lease.pop(claim.lease, None)

@@ -508,7 +508,9 @@ class RemoteEngine:
                 case peer.AnnounceReady():
                     self._announce_ready(now_ns)
                 case peer.AnnounceFailed(failure=failure):
-                    self._announce_failed(failure, now_ns, was_refused=isinstance(event, peer.Wanted))
+                    self._announce_failed(failure, now_ns)
+                case peer.Refuse(failure=failure):
+                    self._announce_failed(self._refusal(failure, now_ns), now_ns)
                 case peer.StartBackoff():
                     self._back_off(effect, now_ns)
                 case peer.DrainReads():
@@ -598,20 +600,20 @@ class RemoteEngine:
         """Ask for every lease that somebody wants, say every release that is owed, and offer the connection."""
         connection = self._connections.current
         assert connection is not None
-        if self._claims.link is not connection:
-            for claim in self._claims.speak_over(connection, now_ns):
-                self._tell_gone(claim, now_ns)
-            self._claims.send_due(now_ns)
+        for claim in self._claims.speak_over(connection, now_ns):
+            self._tell_gone(claim, now_ns)
+        self._claims.send_due(now_ns)
         for request_id in list(self._waiting):
             self._offer(request_id)
 
-    def _announce_failed(self, failure: Failure, now_ns: int, *, was_refused: bool) -> None:
-        if was_refused and self._peer.state is peer.State.BACKOFF:
-            failure = PeerBackoff(
-                **self._of_peer(),
-                retry_in_seconds=max(0, self._backoff_until_ns - now_ns) / NS_PER_SECOND,
-                last=failure.kind,
-            )
+    def _refusal(self, failure: Failure, now_ns: int) -> Failure:
+        """What who comes during the delay after this failure is told."""
+        if self._peer.state is peer.State.INCOMPATIBLE:
+            return failure
+        retry_in_seconds = max(0, self._backoff_until_ns - now_ns) / NS_PER_SECOND
+        return PeerBackoff(**self._of_peer(), retry_in_seconds=retry_in_seconds, last=failure.kind)
+
+    def _announce_failed(self, failure: Failure, now_ns: int) -> None:
         for request_id in (*self._waiting, *self._proving):
             self._step_request(request_id, request.PeerFailed(failure=failure), now_ns)
 
@@ -756,7 +758,7 @@ class RemoteEngine:
         if self._peer.state is peer.State.IDLE and (self._waiting or self._proving or self._has_something_to_say):
             self._step_peer(peer.Wanted(), now_ns)
         elif (self._waiting or self._proving) and self.is_retired:
-            self._announce_failed(PeerRetired(peer=self.engine_id), now_ns, was_refused=False)
+            self._announce_failed(PeerRetired(peer=self.engine_id), now_ns)
         if self.is_finished:
             self._claims.drop_all()
             while self._parked:

@@ -22,6 +22,7 @@ from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.ports.zmq_bridge.requester import ZmqRequester
 from connector.protocol import AbortPull, PeerAddress, ReceiveEnded, RejectPull, TrackLease, WorkerStopped
 from connector.runtime import peer_actor
+from connector.runtime.wait_notices import WaitNotices
 from connector.wire.identity import KvIdentity, LayerIdentity
 from statemachine.failures import BadParams, Failure
 from statemachine.kernel import Effect, Event
@@ -545,6 +546,22 @@ def test_actor_that_crashes_over_being_retired_ends_all_the_same(monkeypatch: py
             await reads(d, new, "after")
             await until(lambda: d.trace.path("peer", "old")[-1] == "gone")
             assert [name for name, _ in d.crashes] == ["peer actor of old"]
+
+    run(test)
+
+
+def test_a_mistake_in_what_is_said_of_waits_costs_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is for people. The command is there once: nobody would say it again."""
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(WaitNotices, "begin", broken)
+
+    async def test() -> None:
+        async with engine("d") as d, engine("p", serves=True) as p:
+            await reads(d, p, "a")
+            assert [name for name, _ in d.crashes] == ["peer actor of p"]
 
     run(test)
 

@@ -436,8 +436,8 @@ class TestRealNixlPort(NixlPortSuite):
         self.run(scenario)
 
     def test_many_peers_that_hang_before_their_first_read_leave_the_thread_its_pauses(self) -> None:
-        """As behind a firewall that drops what goes to the ports of UCX. Looking at many READs is work, but not progress:
-        without pauses the thread would take a core, and the interpreter from the engine."""
+        """As behind a firewall that drops what goes to the ports of UCX. Looking at many READs takes long, and is no
+        progress: without pauses the thread would take a core, and the interpreter from the engine."""
 
         async def scenario(world: NixlWorld) -> None:
             peer = await world.open_peer(stepwise=True)

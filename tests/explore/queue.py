@@ -158,8 +158,10 @@ class Held(NamedTuple):
     is_spoilt: bool = False
 
 
-COME, READ, LEFT, LET_GO = range(4)
-"""What the ranks are told: a request has come; it is to be read; nothing, or nothing more, is; nobody wants a lease."""
+COME, READ, READ_AND_KEPT, LEFT, LET_GO = range(5)
+"""What the ranks are told: a request has come; it is to be read; and its lease kept until they are told to let go of
+it; nothing, or nothing more, is read; nobody wants a lease."""
+READS = (READ, READ_AND_KEPT)
 
 
 class World(NamedTuple):
@@ -296,10 +298,10 @@ class _Turn:
     def _take(self, effects: list[LoadEffect]) -> None:
         for effect in effects:
             match effect:
-                case StartLoad(source=request):
+                case StartLoad(source=request, keeps_lease=keeps_lease):
                     self._become(request)
                     self.loading.add(request)
-                    self._order(READ, request)
+                    self._order(READ_AND_KEPT if keeps_lease else READ, request)
                 case ReleaseUnread(source=request):
                     self._become(request)
                     if self.stages[request] == WAITING:
@@ -352,19 +354,19 @@ class _Turn:
             elif command == LEFT:
                 self._leave(subject)
             elif not self.leases[self.lease(subject)].is_gone:
-                self._join(subject, reads=command == READ)
-            elif command == READ and not self.leases[self.lease(subject)].is_spoilt:
+                self._join(subject, reads=command in READS, keeps=command == READ_AND_KEPT)
+            elif command in READS and not self.leases[self.lease(subject)].is_spoilt:
                 raise _Wrong(f"request {subject} reads what the ranks have let go of")
         self.commands.clear()
 
-    def _join(self, request: int, *, reads: bool) -> None:
+    def _join(self, request: int, *, reads: bool, keeps: bool) -> None:
         lease = self.lease(request)
         held = self.leases[lease]
         if reads and held.has_begun and self.setting.shares and not held.is_spoilt:
             raise _Wrong(f"request {request} reads what another one has read")
         self.leases[lease] = held._replace(
             users=held.users | {request},
-            is_kept=held.is_kept or (reads and not self.setting.shares),
+            is_kept=held.is_kept or keeps,
             has_begun=held.has_begun or reads,
         )
 
@@ -476,7 +478,7 @@ def _choices(setting: Setting, world: World) -> Iterator[Choice]:
             yield f"{name} comes", False, lambda turn, request=request: turn.come(request)
             continue
         is_known = setting.requests[request].lease is not None
-        is_told = (READ, request) not in world.commands
+        is_told = all((reads, request) not in world.commands for reads in READS)
         if stage == LOADING and is_known and is_told and request not in world.read:
             yield f"{name} is read", True, lambda turn, request=request: turn.end_reads(request)
         elif stage == LOADING and is_told:

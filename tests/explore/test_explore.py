@@ -92,7 +92,6 @@ NOT_TAKEN: dict[str, set[tuple[str, str, str]]] = {
         ("request", "proving", "ShellFailed"),
     },
     "it takes two deviations until P is disconnecting slowly": {("peer", "disconnecting", "Retired")},
-    "the core offers a ready connection by itself": {("peer", "ready", "Wanted")},
 }
 
 

@@ -109,6 +109,11 @@ def _forgets_what_was_loaded(core: Loads, ended: load.Load, after: State) -> Non
     Loads._let_go(core, ended, State.ENDED)
 
 
+def _never_lets_go(core: Loads, ended: load.Load, after: State) -> None:
+    Loads._let_go(core, ended, after)
+    core._effects = [each for each in core._effects if not isinstance(each, LetGo)]
+
+
 BROKEN = {
     "a failed load stands before those that have their blocks": broken(_answer=_is_never_behind),
     "what is kept from the pool is not looked at": broken(_answer=_has_enough),
@@ -121,7 +126,7 @@ BROKEN = {
     "what was let go of is read": broken(is_taken=lambda core, request_id: False),
     "what one has loaded is tried by others": broken(_let_go=_forgets_what_was_loaded),
     "the first one to end lets go": broken(_let_go=_lets_go_early),
-    "nobody lets go": broken(__init__=lambda core, *, shares: Loads.__init__(core, shares=True)),
+    "nobody lets go": broken(_let_go=_never_lets_go),
 }
 
 

@@ -52,7 +52,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar, assert_never
 
 from statemachine import lending, peer
 from statemachine.failures import (
@@ -83,6 +83,8 @@ from statemachine.remote_engine import (
     LiftQuarantine,
     LinkLost,
     MeetAsked,
+    NoteHandshakeFailure,
+    NoteLeaving,
     NotificationFailed,
     NotifyReleases,
     NotNeeded,
@@ -93,6 +95,7 @@ from statemachine.remote_engine import (
     ReleaseAnswered,
     RemoteEngine,
     Report,
+    ResolveBlocks,
     Retire,
     SendHeartbeat,
     SendHold,
@@ -1107,6 +1110,12 @@ class Turn:
                     self.successions = _put(self.successions, core, self.successions[core] + 1)
                 self.bereaved = _put(self.bereaved, core, False)
                 self.feed(core, event)
+            case ResolveBlocks():
+                pass  # the shelf has answered it
+            case NoteHandshakeFailure() | NoteLeaving():
+                pass  # for people
+            case _:
+                assert_never(effect)
 
     def _report(self, core: int, report: Report) -> None:
         request, rank = self._part_of(core, report.request_id)
@@ -1196,6 +1205,12 @@ class Turn:
                 self.mail = (*self.mail, Message(RELEASED, core, connection, rank, 0, says))
             case lending.FreeBlocks(lease=name, expired=expired):
                 self._free(self._rules.lease_numbers[name], rank, expired=expired)
+            case lending.AnswerLeave() | lending.ForgetLease() | lending.WatchNotifications():
+                pass  # of no matter for what is modelled
+            case lending.NoteLateRelease():
+                pass  # for people
+            case _:
+                assert_never(effect)
 
     def _promise(self, lease: int, rank: int, core: int, sender: int, remaining_ns: int) -> None:
         lent, bit = self.leases[lease].ranks[rank], self._rules.bit(core, sender)

@@ -94,8 +94,6 @@ def test_two_engines_read_from_one_lease() -> None:
 
 
 NEVER_TAKEN = {
-    # A request asks a peer that is ready for its blocks itself.
-    ("peer", "ready", "Wanted"),
     # A P with the built-in connector would have to come back with ours, under its id, and lend under the same name.
     ("hold", "assumed", "HeldByPeer"),
 }

@@ -1,66 +1,73 @@
-"""The router in docs/examples: what it asks a prefill engine for, whatever the client asks for."""
+"""The example router between two engines that are no engines: what it passes on, and what it keeps to itself."""
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import httpx
 import pytest
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+import trio
+from starlette.requests import Request
 
-FILE = Path(__file__).parents[2] / "docs" / "examples" / "router.py"
-CALLS: list[tuple[str, type[CompletionRequest | ChatCompletionRequest], dict[str, Any]]] = [
-    ("/v1/completions", CompletionRequest, {"prompt": "Once"}),
-    ("/v1/chat/completions", ChatCompletionRequest, {"messages": [{"role": "user", "content": "Once"}]}),
-]
+ROUTER = Path(__file__).resolve().parents[2] / "docs" / "examples" / "router.py"
+OF_P = {"remote_request_id": "cmpl-of-p", "do_remote_prefill": True}
+OF_D = {"remote_request_id": "cmpl-of-d", "do_remote_prefill": True}
 
 
-def router() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("example_router", FILE)
+class Engines:
+    """Both: P at p, D at d. Each remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: dict[str, dict[str, Any]] = {}
+        self.answer: bytes | None = None
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        host = request.url.host
+        self.asked[host] = json.loads(request.content)
+        if host == "d" and self.answer is not None:
+            return httpx.Response(200, content=self.answer)
+        return httpx.Response(200, json={"choices": [], "kv_transfer_params": OF_P if host == "p" else OF_D})
+
+
+def call(body: dict[str, Any], engines: Engines, *, keeps_conversations: bool) -> bytes:
+    spec = importlib.util.spec_from_file_location("example_router", ROUTER)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module
+    headers = [(b"x-conversation-id", b"one")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
+    scope |= {"server": ("router", 80), "scheme": "http"}
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
+
+    async def ask() -> bytes:
+        router = module.Router(["http://p"], ["http://d"], keeps_conversations=keeps_conversations)
+        router._http = httpx.AsyncClient(transport=httpx.MockTransport(engines))
+        answers = [await router.complete(Request(scope, receive)) for _ in range(2)]
+        return bytes(answers[-1].body)
+
+    return trio.run(ask)
 
 
-def asked_of_prefill(path: str, body: dict[str, Any]) -> dict[str, Any]:
-    asked: list[dict[str, Any]] = []
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        asked.append(json.loads(request.content))
-        return httpx.Response(200, json={"kv_transfer_params": {"do_remote_prefill": True}})
-
-    async def call() -> None:
-        found = router().Router(["http://prefill"], ["http://decode"], keeps_conversations=False)
-        found._http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
-        assert await found._prefilled(path, body, {}, None) == {"do_remote_prefill": True}
-
-    asyncio.run(call())
-    return asked[0]
+@pytest.mark.parametrize("keeps_conversations", [False, True])
+def test_no_client_chooses_or_learns_an_engines_request_ids(keeps_conversations: bool) -> None:
+    """Whoever knows that of what is lent ends the engine (docs/operations/security.md)."""
+    engines = Engines()
+    answer = call({"prompt": "a", "request_id": "cmpl-of-d"}, engines, keeps_conversations=keeps_conversations)
+    assert json.loads(answer) == {"choices": []}
+    assert all("request_id" not in asked for asked in engines.asked.values())
+    assert engines.asked["d"]["kv_transfer_params"] == OF_P
+    given_to_p = engines.asked["p"]["kv_transfer_params"]
+    assert given_to_p == (OF_D if keeps_conversations else {"do_remote_decode": True, "do_remote_prefill": False})
 
 
-@pytest.mark.parametrize(("path", "kind", "prompt"), CALLS, ids=["completions", "chat"])
-@pytest.mark.parametrize(
-    "wish",
-    [
-        {"n": 3},
-        {"min_tokens": 8},
-        {"stream": True, "stream_options": {"include_usage": True}},
-        {"max_completion_tokens": 64},
-    ],
-    ids=lambda wish: "-".join(wish),
-)
-def test_one_token_of_one_sample_is_asked_for(
-    path: str, kind: type[CompletionRequest | ChatCompletionRequest], prompt: dict[str, Any], wish: dict[str, Any]
-) -> None:
-    """vLLM refuses to make fewer tokens than the least, and lends the KV of each sample, of which D reads one."""
-    asked = asked_of_prefill(path, {"model": "any", "max_tokens": 64, **prompt, **wish})
-    sampling = kind.model_validate(asked).to_sampling_params(1, {})
-    assert (sampling.n, sampling.max_tokens, asked["stream"]) == (1, 1, False)
+@pytest.mark.parametrize("content", [b"<html>", b"[1]", b'{"error": "no"}'])
+def test_what_is_no_answer_of_an_engine_is_passed_on_as_it_is(content: bytes) -> None:
+    engines = Engines()
+    engines.answer = content
+    assert call({"prompt": "a"}, engines, keeps_conversations=True) == content

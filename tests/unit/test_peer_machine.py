@@ -27,6 +27,7 @@ from statemachine.peer import (
     Peer,
     QuiesceTimeout,
     ReadsDrained,
+    Refuse,
     Retired,
     StartBackoff,
     StartHandshake,
@@ -76,10 +77,6 @@ def test_the_first_request_starts_a_handshake_and_the_others_share_it() -> None:
     assert (peer.state, effects) == (State.READY, [AnnounceReady()])
 
 
-def test_a_ready_peer_answers_at_once() -> None:
-    assert run(READY, Wanted()) == (READY, [AnnounceReady()])
-
-
 def test_a_failed_handshake_fails_who_waits_and_backs_off() -> None:
     peer, effects = run(NEW, Wanted(), FAILED)
     assert peer.state is State.BACKOFF
@@ -88,10 +85,10 @@ def test_a_failed_handshake_fails_who_waits_and_backs_off() -> None:
 
 def test_an_incompatible_peer_says_so_to_who_waits_and_to_who_comes_later() -> None:
     peer, effects = run(NEW, Wanted(), INCOMPATIBLE)
-    told = AnnounceFailed(failure=UNLIKE)
     assert peer.state is State.INCOMPATIBLE
+    told = AnnounceFailed(failure=UNLIKE)
     assert effects == [StartHandshake(), told, StartBackoff(failures=1, is_incompatible=True)]
-    assert run(peer, Wanted()) == (peer, [told])
+    assert run(peer, Wanted()) == (peer, [Refuse(failure=UNLIKE)])
 
 
 def test_what_the_requests_say_wrongly_of_an_engine_is_not_asked_again_soon() -> None:
@@ -103,7 +100,7 @@ def test_what_the_requests_say_wrongly_of_an_engine_is_not_asked_again_soon() ->
 
 def test_during_back_off_requests_fail_at_once_and_nothing_is_tried() -> None:
     peer = after(Wanted(), FAILED)
-    assert run(peer, Wanted(), Wanted()) == (peer, [AnnounceFailed(failure=SILENT)] * 2)
+    assert run(peer, Wanted(), Wanted()) == (peer, [Refuse(failure=SILENT)] * 2)
 
 
 @pytest.mark.parametrize("failed", [FAILED, INCOMPATIBLE])
@@ -315,13 +312,13 @@ class PeerUnderLawfulShell(RuleBasedStateMachine):
             case AnnounceReady():
                 assert self.peer.state is State.READY
                 self.unanswered = False
-            case AnnounceFailed():
+            case AnnounceFailed() | Refuse():
                 self.unanswered = False
             case StartBackoff(failures=failures):
                 self.failures += 1
                 assert failures == self.failures
 
-    @precondition(lambda self: not MACHINE.is_terminal(self.peer))
+    @precondition(lambda self: not MACHINE.is_terminal(self.peer) and self.peer.state is not State.READY)
     @rule()
     def want(self) -> None:
         self.unanswered = True

@@ -4,7 +4,6 @@ read."""
 from __future__ import annotations
 
 from connector.runtime import deferred_commands
-from connector.scheduler.pulls import Pulls
 from statemachine import hold, peer, request
 from statemachine.deadlines import Deadlines
 from statemachine.loads import Loads
@@ -107,7 +106,7 @@ PROOF = (
     Mutant(
         name="leases are not kept for samples",
         broken="ranks release a lease with the first READ, where each sample has to read",
-        changes=(Edit(Pulls.load, "keeps_lease=not self._groups.are_shared", "keeps_lease=False"),),
+        changes=(Edit(Loads._step, "keeps_lease=not self._shares", "keeps_lease=False"),),
         place=ByTest(SAMPLES + "::test_elsewhere_each_reads_until_nobody_wants_the_lease"),
     ),
     Mutant(
@@ -1113,7 +1112,7 @@ PEERS = (
         rule="fails at once in back-off",
         row=61,
         broken="requests for an engine that backs off are not failed, and fill the pool",
-        changes=(Edit(peer._reject, "return peer, (AnnounceFailed(failure=peer.failure),)", "return peer, ()"),),
+        changes=(Edit(peer._reject, "return peer, (Refuse(failure=peer.failure),)", "return peer, ()"),),
         place=ByTest(CORE + "::test_the_delay_after_failed_handshakes_grows_up_to_its_bound"),
     ),
     Mutant(
@@ -1146,7 +1145,7 @@ PEERS = (
         changes=(
             Edit(
                 RemoteEngine._follow_up,
-                "self._announce_failed(PeerRetired(peer=self.engine_id), now_ns, was_refused=False)",
+                "self._announce_failed(PeerRetired(peer=self.engine_id), now_ns)",
                 "pass",
             ),
             Edit(peer._want_later, "return peer, (AnnounceFailed(failure=peer.failure),)", "return peer, NO_EFFECTS"),
