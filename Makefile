@@ -44,7 +44,7 @@ ENGINES := tests/e2e/test_engines.py tests/e2e/test_families.py tests/e2e/test_b
 # every pair of engines that stands nowhere else: test-long.
 LONG := tests/conformance/test_nixl_facts.py tests/unit/test_ten_thousand_requests.py tests/simulation/test_soak.py \
         tests/simulation/test_broken_connectors.py tests/actors/test_churn.py \
-        tests/integration/test_attacks.py tests/integration/test_leaks.py
+        tests/integration/test_attacks.py tests/integration/test_leaks.py tests/integration/test_networks.py
 SEEDS ?= 100
 SEED ?= 1
 SOAK_SEEDS ?= 1

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.rig import messages
+from tests.rig import lan, messages
 from tests.rig.call_recorder import CallRecorder
 from tests.rig.inside import Inside
 from tests.rig.messages import EngineOptions, Forward, Holdings, Report, RequestOutcome, RequestSpec
@@ -41,6 +41,8 @@ _IDLE_STEP_SECONDS = 0.001
 def main(options: EngineOptions, connection: Connection, model_directory: Path, log_path: Path) -> None:
     """Entry point of the process; everything it prints goes to `log_path`."""
     _redirect_output(log_path)
+    if options.machine is not None:
+        lan.enter(options.machine)
     _set_environment(options, log_path.parent)
     try:
         EngineProcess(options, connection, model_directory).run()

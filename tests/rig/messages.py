@@ -48,6 +48,8 @@ class EngineOptions:
     engine_id: str = field(default_factory=lambda: f"rig-{uuid4().hex[:12]}")
     kv_load_failure_policy: Literal["fail", "recompute"] = "fail"
     extra_config: dict[str, Any] = field(default_factory=dict)
+    machine: int | None = None
+    """A process whose network the engine shares (`lan`); None: the one of the test."""
     environment: dict[str, str] = field(default_factory=dict)
     """Set in the engine process before NIXL is imported, for instance UCX_TLS."""
     forward: Forward = Forward.NOTHING
