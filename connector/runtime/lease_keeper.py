@@ -27,7 +27,7 @@ from typing import TypeAlias
 
 import trio
 
-from connector.clock import Clock, seconds_until, to_ns
+from connector.clock import seconds_until, to_ns
 from connector.config import ConnectorOptions
 from connector.observe.catalogue import (
     CONTROL_SOCKET,
@@ -46,9 +46,8 @@ from connector.protocol import (
     LeaseGranted,
     LeaseWithdrawn,
     SendEnded,
-    WorkerEvent,
 )
-from connector.runtime.figures import Figures
+from connector.runtime.context import WorkerContext
 from connector.runtime.mailbox import Mailbox
 from connector.runtime.restarts import keep_running
 from connector.wire import control as wire
@@ -57,11 +56,10 @@ from connector.wire.administration import Leave, LeaveTaken, Meet, MeetReport
 from connector.wire.bounded import DecodeFailed
 from connector.wire.inspection import Inspect
 from statemachine import lending
-from statemachine.failures import ConsumerUnknown, Failure, MessageMalformed, NotificationsDropped
+from statemachine.failures import ConsumerUnknown, MessageMalformed, NotificationsDropped
 from statemachine.kernel import Effect, Event
 from statemachine.lease import Lease, LeaseName
 from statemachine.lending import Lending, LendingLimits, ReplyAddress
-from statemachine.trace import Observer
 
 LeaseCommand: TypeAlias = LeaseComputing | LeaseGranted | LeaseWithdrawn
 
@@ -93,13 +91,6 @@ class LeaseKeeper:
     """See the module's docstring. All methods are called in the trio thread.
 
     Args:
-        observe: told of every step of a lease.
-        catch_up: has what `observe` was told put to use: before the engine hears of a lease's end, and after all else.
-        figures: where late and stray releases, and strangers' messages that are good for nothing, are counted.
-        emit: hands a worker event to the engine thread.
-        log_failure: writes one line for people: subject, failure. It limits how many it writes.
-        log_crash: writes a line with a traceback: which task, what it raised.
-        watch_notifications: tells the NIXL port whether anybody may be reading from us.
         control: this worker's control socket; whoever made it closes it.
         deliver_posted: calls `deliver` with the commands that the engine thread has posted and that are on their way.
             The engine tells of a lease before its prompt is computed, so whoever asks for one was told of it later; but
@@ -110,16 +101,9 @@ class LeaseKeeper:
 
     def __init__(
         self,
+        worker: WorkerContext,
         *,
-        limits: LendingLimits,
-        clock: Clock,
-        observe: Observer,
-        catch_up: Callable[[], None],
-        figures: Figures,
-        emit: Callable[[WorkerEvent], None],
-        log_failure: Callable[[str, Failure], None],
-        log_crash: Callable[[str, BaseException], None],
-        watch_notifications: Callable[[bool], None],
+        ids_repeat: bool,
         control: Listener,
         leave_secret: bytes,
         deliver_posted: Callable[[], None],
@@ -129,15 +113,16 @@ class LeaseKeeper:
         self._deliver_posted = deliver_posted
         self._inspect = inspect
         self._meet = meet
-        self.observer = observe
-        self._core = Lending(limits, observe)
-        self._catch_up = catch_up
-        self._figures = figures
-        self._clock = clock
-        self._emit = emit
-        self._log_failure = log_failure
-        self._log_crash = log_crash
-        self._watch_notifications = watch_notifications
+        self.observer = worker.recorder.observer(None, log=worker.event_log.observe_lease)
+        self._core = Lending(lending_limits(worker.options, ids_repeat=ids_repeat), self.observer)
+        # Has what the observer was told put to use: before the engine hears of a lease's end, and after all else.
+        self._catch_up = worker.recorder.catch_up
+        self._figures = worker.figures
+        self._clock = worker.clock
+        self._emit = worker.emit
+        self._log_failure = worker.log_failure
+        self._log_crash = worker.log_crash
+        self._watch_notifications = worker.nixl_port.expect_notifications
         self._control = control
         self._leave_secret = leave_secret
         self._inbox: Mailbox[Event | NotificationReceived] = Mailbox()

@@ -53,7 +53,7 @@ from connector.runtime.context import ActorContext, WorkerContext
 from connector.runtime.deferred_commands import DeferredCommands
 from connector.runtime.inspector import Inspector
 from connector.runtime.introducer import Introducer
-from connector.runtime.lease_keeper import LeaseKeeper, lending_limits
+from connector.runtime.lease_keeper import LeaseKeeper
 from connector.runtime.peer_actor import PeerActor
 from connector.runtime.reads import DESCRIPTORS_AHEAD_MAX, Reads
 from connector.runtime.restarts import keep_running
@@ -112,15 +112,8 @@ class Supervisor:
         )
         self._context = ActorContext.of(worker, self._reads)
         self._lease_keeper = LeaseKeeper(
-            limits=lending_limits(options, ids_repeat=ids_repeat),
-            clock=worker.clock,
-            observe=worker.recorder.observer(None, log=event_log.observe_lease),
-            catch_up=worker.recorder.catch_up,
-            figures=worker.figures,
-            emit=worker.emit,
-            log_failure=worker.log_failure,
-            log_crash=worker.log_crash,
-            watch_notifications=worker.nixl_port.expect_notifications,
+            worker,
+            ids_repeat=ids_repeat,
             control=control,
             leave_secret=leave_secret,
             deliver_posted=deliver_posted,

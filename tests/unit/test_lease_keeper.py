@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -27,6 +27,7 @@ from connector.protocol import (
     WorkerEvent,
 )
 from connector.runtime import lease_keeper
+from connector.runtime.context import WorkerContext
 from connector.runtime.figures import Figures
 from connector.runtime.lease_keeper import (
     LEASES_PER_TURN_MAX,
@@ -104,16 +105,25 @@ class Rank:
         """What the engine has said and has not reached the keeper."""
         self.breaks_at: str | None = None
         """The next step of the lease of this request is."""
-        self.keeper = LeaseKeeper(
-            limits=lending_limits(options),
+        recorder = SimpleNamespace(observer=lambda core, log: observer_of(self._observe), catch_up=lambda: None)
+        unused: Any = None
+        worker = WorkerContext(
+            options=options,
+            local=unused,
+            draw_name=unused,
+            nixl_port=cast(Any, SimpleNamespace(expect_notifications=self.is_watching.append)),
+            side_channel=unused,
             clock=clock,
-            observe=observer_of(self._observe),
-            catch_up=lambda: None,
+            recorder=cast(Any, recorder),
             figures=self.figures,
             emit=self._emit,
             log_failure=lambda subject, failure: self.failures.append(failure),
             log_crash=lambda task, error: self.crashes.append(f"{task}: {error}"),
-            watch_notifications=self.is_watching.append,
+            event_log=cast(Any, SimpleNamespace(observe_lease=None)),
+        )
+        self.keeper = LeaseKeeper(
+            worker,
+            ids_repeat=False,
             control=control,
             leave_secret=LEAVE_SECRET,
             deliver_posted=self._deliver_said,
