@@ -79,7 +79,7 @@ class Reconnected(Event, frozen=True, kw_only=True):
     """P was connected anew, and may be another life of it."""
 
 
-class LetGo(Event, frozen=True, kw_only=True):
+class Unwanted(Event, frozen=True, kw_only=True):
     """The last request that wanted the blocks has ended."""
 
 
@@ -115,7 +115,7 @@ def _ask_anew(hold: Hold, event: Reconnected) -> tuple[Hold, Effects]:
     return msgspec.structs.replace(hold, state=State.WANTED, proven_until_ns=-1), NO_EFFECTS
 
 
-def _let_go(hold: Hold, event: LetGo) -> tuple[Hold, Effects]:
+def _let_go(hold: Hold, event: Unwanted) -> tuple[Hold, Effects]:
     return msgspec.structs.replace(hold, state=State.RELEASING), (SayReleased(),)
 
 
@@ -130,19 +130,19 @@ MACHINE: Machine[Hold, Effects] = Machine(
     states=State,
     initial=_WANTED,
     terminal=frozenset({State.GONE, State.RELEASED}),
-    events=(HeldByPeer, GoneAtPeer, Assumed, Reconnected, LetGo, ReleaseConfirmed, GiveUp),
+    events=(HeldByPeer, GoneAtPeer, Assumed, Reconnected, Unwanted, ReleaseConfirmed, GiveUp),
     table={
         (_WANTED, HeldByPeer): to(_prove, _HELD),
         (_WANTED, GoneAtPeer): to(_lose, State.GONE),
         (_WANTED, Assumed): to(_assume, _ASSUMED),
-        (_WANTED, LetGo): to(_let_go, _RELEASING),
+        (_WANTED, Unwanted): to(_let_go, _RELEASING),
         (_HELD, HeldByPeer): to(_prove, _HELD),
         (_HELD, GoneAtPeer): to(_lose, State.GONE),
         (_HELD, Reconnected): to(_ask_anew, _WANTED),
-        (_HELD, LetGo): to(_let_go, _RELEASING),
+        (_HELD, Unwanted): to(_let_go, _RELEASING),
         (_ASSUMED, GoneAtPeer): to(_lose, State.GONE),
         (_ASSUMED, Reconnected): to(_ask_anew, _WANTED),
-        (_ASSUMED, LetGo): to(_let_go, _RELEASING),
+        (_ASSUMED, Unwanted): to(_let_go, _RELEASING),
         (_RELEASING, ReleaseConfirmed): to(_end, State.RELEASED),
         (_RELEASING, GiveUp): to(_end, State.RELEASED),
         (_RELEASING, GoneAtPeer): to(_end, State.RELEASED),
@@ -156,7 +156,7 @@ MACHINE: Machine[Hold, Effects] = Machine(
     },
     impossible={
         **pairs((_WANTED, _HELD, _ASSUMED), (ReleaseConfirmed, GiveUp), "only what is owed is confirmed or given up"),
-        **pairs((_RELEASING,), (LetGo,), "it has no users any more"),
+        **pairs((_RELEASING,), (Unwanted,), "it has no users any more"),
         **pairs((_HELD, _ASSUMED), (Assumed,), "a new connection has asked anew, and says once whether P is built-in"),
     },
 )

@@ -133,11 +133,11 @@ class NoteWait(Effect, frozen=True, kw_only=True):
     is_loaded: bool
 
 
-class LetGo(Effect, frozen=True, kw_only=True):
+class LeaveLease(Effect, frozen=True, kw_only=True):
     """The request wants nothing more of what is lent."""
 
 
-Effects: TypeAlias = tuple[StartLoad | ReleaseUnread | AbortLoad | NoteComputed | NoteWait | LetGo, ...]
+Effects: TypeAlias = tuple[StartLoad | ReleaseUnread | AbortLoad | NoteComputed | NoteWait | LeaveLease, ...]
 
 
 def _offer(load: Load, event: Asked) -> tuple[Load, Effects]:
@@ -158,7 +158,7 @@ def _regain_room(load: Load, event: RoomReturned) -> tuple[Load, Effects]:
 
 def _release_unread(load: Load) -> Effects:
     """Unless it has been."""
-    return () if load.is_released else (ReleaseUnread(request_id=load.request_id, source=load.source), LetGo())
+    return () if load.is_released else (ReleaseUnread(request_id=load.request_id, source=load.source), LeaveLease())
 
 
 def _take(load: Load, event: Taken) -> tuple[Load, Effects]:
@@ -185,7 +185,7 @@ def _compute(load: Load, event: Allocated) -> tuple[Load, Effects]:
 def _end_load(load: Load, event: LoadEnded) -> tuple[Load, Effects]:
     state = State.FAILED if event.has_failed else State.LOADED
     waited = NoteWait(heard_ns=load.heard_ns, is_loaded=not event.has_failed)
-    return msgspec.structs.replace(load, state=state), (waited, LetGo())
+    return msgspec.structs.replace(load, state=state), (waited, LeaveLease())
 
 
 def _end_queued(load: Load, event: Ended) -> tuple[Load, Effects]:
@@ -194,7 +194,7 @@ def _end_queued(load: Load, event: Ended) -> tuple[Load, Effects]:
 
 def _end_loading(load: Load, event: Ended) -> tuple[Load, Effects]:
     waited = (NoteWait(heard_ns=load.heard_ns, is_loaded=False),) if event.has_failed else ()
-    ended = AbortLoad(request_id=load.request_id), LetGo()
+    ended = AbortLoad(request_id=load.request_id), LeaveLease()
     return msgspec.structs.replace(load, state=State.ENDED), (*waited, *ended)
 
 

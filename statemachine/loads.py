@@ -351,7 +351,7 @@ class Loads:
         after, effects = machine.MACHINE.step(before, event)
         self._put(before, after)
         for effect in effects:
-            if isinstance(effect, machine.LetGo):
+            if isinstance(effect, machine.LeaveLease):
                 self._let_go(before, after.state)
                 continue
             if isinstance(effect, StartLoad):

@@ -197,7 +197,7 @@ class HandOver(Effect, frozen=True, kw_only=True):
     message: Any
 
 
-class TellNotNeeded(Effect, frozen=True, kw_only=True):
+class TellUnread(Effect, frozen=True, kw_only=True):
     """Tell a member that nothing will be read of what this message wants: it was refused."""
 
     key: PeerKey
@@ -235,7 +235,7 @@ class Refuse(Effect, frozen=True, kw_only=True):
     ended: request.Request
 
 
-RosterEffect: TypeAlias = Admit | HandOver | TellNotNeeded | NoteQuarantine | Retire | Recall | Refuse
+RosterEffect: TypeAlias = Admit | HandOver | TellUnread | NoteQuarantine | Retire | Recall | Refuse
 
 
 # --- the core -------------------------------------------------------------------------------------------------------
@@ -420,7 +420,7 @@ class Roster:
     def _turn_away_for_now(self, asked: Asked, entry: _Entry | None, failure: Failure) -> list[RosterEffect]:
         """It may not be read at present. A member that has heard of the request holds the lease for it."""
         refused = self._turn_away(asked, failure)
-        return refused if entry is None else [*refused, TellNotNeeded(key=asked.key, message=asked.message)]
+        return refused if entry is None else [*refused, TellUnread(key=asked.key, message=asked.message)]
 
     def _keep_aside(self, owner: tuple[PeerKey, str], blocks: int) -> list[RosterEffect]:
         """So many blocks of a request are in quarantine now."""

@@ -324,7 +324,7 @@ class PeerActor:
             case MeetPeer(peer=address):
                 return core.MeetAsked(address=address, message=command)
             case ReleaseUnread():
-                return core.NotNeeded(
+                return core.ReleaseUnread(
                     request_id=command.request_id, lease=command.lease, address=command.peer, message=command
                 )
             case StartPull():

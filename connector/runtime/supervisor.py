@@ -352,7 +352,7 @@ class Supervisor:
                     self._peers[key].tell(core.Recall(address=command.peer))
                 case roster.Refuse():
                     self._refuse(effect)
-                case roster.TellNotNeeded(key=key, message=command):
+                case roster.TellUnread(key=key, message=command):
                     self._peers[key].put(
                         ReleaseUnread(
                             request_id=command.request_id,

@@ -205,7 +205,7 @@ class Claims:
     def _let_go(self, claim: Claim) -> None:
         self._consumed.add(_text(claim.lease))
         for rank in range(len(claim.holds)):
-            self._step_hold(claim, rank, hold.LetGo())
+            self._step_hold(claim, rank, hold.Unwanted())
 
     def drop_if_over(self, claim: Claim) -> None:
         if claim.is_over and not claim.users:

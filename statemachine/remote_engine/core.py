@@ -54,13 +54,13 @@ from statemachine.remote_engine.messages import (
     NoteHandshakeFailure,
     NoteLeaving,
     NotificationFailed,
-    NotNeeded,
     PassToSuccessor,
     PostReads,
     ReadChecked,
     ReadEnded,
     Recall,
     ReleaseAnswered,
+    ReleaseUnread,
     Report,
     ResolveBlocks,
     Retire,
@@ -142,7 +142,7 @@ class RemoteEngine:
                 self._end_read(event, now_ns)
             case ReadChecked():
                 self._end_check(event, now_ns)
-            case Announced() | Started() | NotNeeded() | LetGo() | MeetAsked() | AbortAsked():
+            case Announced() | Started() | ReleaseUnread() | LetGo() | MeetAsked() | AbortAsked():
                 self._handle_from_engine(event, now_ns)
             case BlocksResolved():
                 self._resolve(event, now_ns)
@@ -243,7 +243,7 @@ class RemoteEngine:
                 self._announce(event, now_ns)
             case Started():
                 self._start(event, now_ns)
-            case NotNeeded():
+            case ReleaseUnread():
                 self._release_unread(event, now_ns)
             case LetGo(lease=lease):
                 self._claims.let_go(lease, now_ns)
@@ -311,7 +311,7 @@ class RemoteEngine:
         self._timers.set(("deadline", request_id), now_ns + self._limits.request_ns)
         self._await_peer(request_id, now_ns)
 
-    def _release_unread(self, event: NotNeeded, now_ns: int) -> None:
+    def _release_unread(self, event: ReleaseUnread, now_ns: int) -> None:
         if self._claims.is_consumed(event.lease):
             return
         self.address = event.address

@@ -64,7 +64,7 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Announced(Event, frozen=True, kw_only=True):
-    """A request is known, and waits in the scheduler's queue. Started or NotNeeded follows."""
+    """A request is known, and waits in the scheduler's queue. Started or ReleaseUnread follows."""
 
     request_id: str
     lease: LeaseName
@@ -85,7 +85,7 @@ class Started(Event, frozen=True, kw_only=True):
     message: Any = None
 
 
-class NotNeeded(Event, frozen=True, kw_only=True):
+class ReleaseUnread(Event, frozen=True, kw_only=True):
     """Nothing has to be read for it (full prefix hit, or it ended before it was scheduled). Nothing is reported."""
 
     request_id: str
@@ -115,7 +115,7 @@ class AbortAsked(Event, frozen=True, kw_only=True):
     message: Any = None
 
 
-FromEngine: TypeAlias = Announced | Started | NotNeeded | LetGo | MeetAsked | AbortAsked
+FromEngine: TypeAlias = Announced | Started | ReleaseUnread | LetGo | MeetAsked | AbortAsked
 
 
 # --- events: from the world -----------------------------------------------------------------------------------------

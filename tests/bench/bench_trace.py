@@ -69,7 +69,7 @@ LIVES: list[Life] = [
     (
         hold.MACHINE,
         hold.Hold(lease=LEASE, rank=0),
-        [hold.HeldByPeer(proven_until_ns=_FAR_NS), hold.LetGo(), hold.ReleaseConfirmed()],
+        [hold.HeldByPeer(proven_until_ns=_FAR_NS), hold.Unwanted(), hold.ReleaseConfirmed()],
     ),
     (
         lease.MACHINE,

@@ -87,12 +87,12 @@ from statemachine.remote_engine import (
     NoteLeaving,
     NotificationFailed,
     NotifyReleases,
-    NotNeeded,
     PassToSuccessor,
     PostReads,
     ReadChecked,
     ReadEnded,
     ReleaseAnswered,
+    ReleaseUnread,
     RemoteEngine,
     Report,
     ResolveBlocks,
@@ -1439,7 +1439,7 @@ class Turn:
             )
             self.feed(core, started)
         elif part.command in (NEED_NOTHING, NEED_NOTHING_AND_LET_GO):
-            self.feed(core, NotNeeded(request_id=request_id, lease=lease, address="host"))
+            self.feed(core, ReleaseUnread(request_id=request_id, lease=lease, address="host"))
         elif part.command in (ABORT, ABORT_AND_LET_GO):
             self.feed(core, AbortAsked(request_id=request_id))
         if part.command in (LET_GO, NEED_NOTHING_AND_LET_GO, ABORT_AND_LET_GO):

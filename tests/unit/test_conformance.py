@@ -60,12 +60,12 @@ def _lose_a_record(records: Records) -> None:
 
 
 def _repeat_a_number(records: Records) -> None:
-    index = _only(records, "hold", event="LetGo")
+    index = _only(records, "hold", event="Unwanted")
     _change(records, index, seq=records[index].seq - 1)
 
 
 def _turn_the_clock_back(records: Records) -> None:
-    index = _only(records, "hold", event="LetGo")
+    index = _only(records, "hold", event="Unwanted")
     _change(records, index, mono_ns=0)
 
 
@@ -82,7 +82,7 @@ def _take_an_ignored_event(records: Records) -> None:
 
 
 def _name_an_event_that_there_is_not(records: Records) -> None:
-    _change(records, _only(records, "hold", event="LetGo"), event="LetItBe")
+    _change(records, _only(records, "hold", event="Unwanted"), event="LetItBe")
 
 
 def _name_a_state_that_there_is_not(records: Records) -> None:
@@ -163,11 +163,11 @@ def _read_what_was_withdrawn(records: Records) -> None:
 
 
 def _hold_what_all_readers_have_released(records: Records) -> None:
-    index = _only(records, "hold", event="LetGo")
+    index = _only(records, "hold", event="Unwanted")
     let_go = records[index]
     for at, record in enumerate(records):
         is_of_lease = record.machine == "hold" and record.remote_request_id == let_go.remote_request_id
-        if is_of_lease and record.event in ("LetGo", "ReleaseConfirmed"):
+        if is_of_lease and record.event in ("Unwanted", "ReleaseConfirmed"):
             _change(records, at, event="HeldByPeer", from_state="held", to_state="held")
 
 

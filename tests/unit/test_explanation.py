@@ -696,7 +696,7 @@ def test_a_lease_that_expired_says_who_held_it() -> None:
 HELD_UNREAD: tuple[Step, ...] = (
     (None, "Created", "wanted"),
     ("wanted", "HeldByPeer", "held"),
-    ("held", "LetGo", "releasing"),
+    ("held", "Unwanted", "releasing"),
     ("releasing", "ReleaseConfirmed", "released"),
 )
 
@@ -713,7 +713,7 @@ def test_a_lease_that_a_decode_engine_let_go_of_without_a_read_is_not_said_to_be
     answer = the_answer([*lent(), *held(steps)])
     assert answer.cause.startswith("NotRead: decode engine D ")
     assert (answer.kind, answer.outcome, answer.side) == ("NotRead", "not_read", "P")
-    assert "hold releasing, by LetGo" in [line.what for line in answer.happened]
+    assert "hold releasing, by Unwanted" in [line.what for line in answer.happened]
     assert answer.advice == WHAT_TO_DO["NotRead"]
 
 
@@ -804,7 +804,7 @@ def test_traces_of_machines_whose_clocks_differ_are_told_in_one_order(ahead_seco
     offsets = {f"{line.side} {line.what}": line.offset_seconds for line in answer.happened}
     for before, after in (
         ("P lease held, by Granted", "D hold held, by HeldByPeer"),
-        ("D hold releasing, by LetGo", "P lease done, by ReaderDone"),
+        ("D hold releasing, by Unwanted", "P lease done, by ReaderDone"),
         ("P lease done, by ReaderDone", "D hold released, by ReleaseConfirmed"),
     ):
         assert offsets[before] <= offsets[after] + 1e-6, offsets

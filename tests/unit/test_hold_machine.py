@@ -14,11 +14,11 @@ from statemachine.hold import (
     GoneAtPeer,
     HeldByPeer,
     Hold,
-    LetGo,
     Reconnected,
     ReleaseConfirmed,
     SayReleased,
     State,
+    Unwanted,
 )
 from statemachine.kernel import Effect, Event, ProtocolError
 from statemachine.lease import LeaseName
@@ -65,14 +65,14 @@ def test_what_p_does_not_keep_is_gone_and_owed_nothing(before: tuple[Event, ...]
 
 def test_what_is_gone_never_comes_back() -> None:
     gone = after(held(100), GONE)
-    for event in (held(900), Assumed(until_ns=900), Reconnected(), LetGo(), ReleaseConfirmed(), GiveUp()):
+    for event in (held(900), Assumed(until_ns=900), Reconnected(), Unwanted(), ReleaseConfirmed(), GiveUp()):
         assert run(gone, event) == (gone, [])
 
 
 @pytest.mark.parametrize("before", [(), (held(100),), (Assumed(until_ns=100),)])
 @pytest.mark.parametrize("end", [ReleaseConfirmed(), GiveUp(), GONE])
 def test_the_release_is_owed_until_p_knows_or_the_lease_must_be_over(before: tuple[Event, ...], end: Event) -> None:
-    value, effects = run(after(*before), LetGo())
+    value, effects = run(after(*before), Unwanted())
     assert (value.state, effects) == (State.RELEASING, [SayReleased()])
     assert run(value, held(900), Assumed(until_ns=900), Reconnected()) == (value, [])
     value, effects = run(value, end)
@@ -101,7 +101,7 @@ def test_nothing_is_confirmed_that_was_not_said(before: tuple[Event, ...], event
 
 def test_the_last_user_lets_go_once() -> None:
     with pytest.raises(ProtocolError, match="no users"):
-        MACHINE.step(after(LetGo()), LetGo())
+        MACHINE.step(after(Unwanted()), Unwanted())
 
 
 class HoldUnderLawfulCore(RuleBasedStateMachine):
@@ -146,7 +146,7 @@ class HoldUnderLawfulCore(RuleBasedStateMachine):
     def let_go(self) -> None:
         self.has_let_go = True
         if not MACHINE.is_terminal(self.hold):
-            self.feed(LetGo())
+            self.feed(Unwanted())
 
     @precondition(lambda self: self.hold.state is State.RELEASING)
     @rule(event=st.sampled_from([ReleaseConfirmed(), GiveUp()]))

@@ -65,13 +65,13 @@ from statemachine.remote_engine import (
     NoteHandshakeFailure,
     NotificationFailed,
     NotifyReleases,
-    NotNeeded,
     PassToSuccessor,
     PostReads,
     ReadChecked,
     ReadEnded,
     Recall,
     ReleaseAnswered,
+    ReleaseUnread,
     RemoteEngine,
     Report,
     ResolveBlocks,
@@ -169,7 +169,7 @@ class Driver:
         return self.feed(Started(request_id=request_id, lease=lease, address=ADDRESS, age_ns=age_ns))
 
     def need_nothing(self, request_id: str, lease: LeaseName = A) -> list[Effect]:
-        return self.feed(NotNeeded(request_id=request_id, lease=lease, address=ADDRESS))
+        return self.feed(ReleaseUnread(request_id=request_id, lease=lease, address=ADDRESS))
 
     def connect(self, number: int = 1, ranks: int = 1, *, is_builtin: bool = False, life: str = "l1") -> list[Effect]:
         return self.feed(Connected(connection=number, workers=WORKERS[:ranks], is_builtin=is_builtin, life=life))
@@ -1068,7 +1068,7 @@ def test_who_comes_when_nobody_is_left_in_it_is_for_the_successor(is_finished: b
     assert len(passed) == len(effects)
     ages_ns = [0 if is_finished else 5 * S, waited_ns]
     assert [each.age_ns for each in passed[:2]] == ages_ns
-    assert list(map(type, passed)) == [Announced, Started, NotNeeded]
+    assert list(map(type, passed)) == [Announced, Started, ReleaseUnread]
 
 
 def test_who_waits_for_a_successor_that_will_not_come_is_told() -> None:

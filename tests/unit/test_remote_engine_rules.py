@@ -36,10 +36,10 @@ from statemachine.remote_engine import (
     LinkLost,
     NotificationFailed,
     NotifyReleases,
-    NotNeeded,
     PostReads,
     ReadEnded,
     ReleaseAnswered,
+    ReleaseUnread,
     RemoteEngine,
     Report,
     ResolveBlocks,
@@ -565,7 +565,7 @@ def test_a_release_that_is_owed_is_said_over_the_next_connection() -> None:
 def test_a_request_that_ends_before_p_was_met_is_released_when_it_is() -> None:
     executor = Executor()
     executor.announce("r")
-    executor.feed(NotNeeded(request_id="r", lease=A, address="host"))
+    executor.feed(ReleaseUnread(request_id="r", lease=A, address="host"))
     executor.connect()
     assert [each.leases for each in executor.take(SendRelease)] == [(A,)]
 
@@ -575,9 +575,9 @@ def test_the_last_of_several_requests_releases() -> None:
     executor.announce("first")
     executor.announce("second")
     executor.connect()
-    executor.feed(NotNeeded(request_id="first", lease=A, address="host"))
+    executor.feed(ReleaseUnread(request_id="first", lease=A, address="host"))
     assert not executor.take(SendRelease)
-    executor.feed(NotNeeded(request_id="second", lease=A, address="host"))
+    executor.feed(ReleaseUnread(request_id="second", lease=A, address="host"))
     assert [each.leases for each in executor.take(SendRelease)] == [(A,)]
 
 
@@ -618,7 +618,7 @@ def test_consumed_leases_are_remembered_up_to_a_bound(monkeypatch: pytest.Monkey
     leases = [LeaseName(f"r{number}", number) for number in range(1, 5)]
     for lease in leases:
         executor.announce(lease.request_id, lease)
-        executor.feed(NotNeeded(request_id=lease.request_id, lease=lease, address="host"))
+        executor.feed(ReleaseUnread(request_id=lease.request_id, lease=lease, address="host"))
         executor.released(lease)
     for lease in leases:
         executor.start(lease.request_id, lease)

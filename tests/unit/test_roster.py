@@ -34,7 +34,7 @@ from statemachine.roster import (
     Retire,
     Roster,
     Stopped,
-    TellNotNeeded,
+    TellUnread,
 )
 from tests.unit.properties import on_any_machine
 
@@ -254,7 +254,7 @@ def test_who_was_retired_and_would_not_end_is_recalled_and_needs_room() -> None:
     drive.members[B].is_unused = False
     refused, told = drive.ask(A, place="elsewhere:1")
     assert isinstance(refused, Refuse)
-    assert told == TellNotNeeded(key=A, message="r"), "it holds the lease of a request that was announced to it"
+    assert told == TellUnread(key=A, message="r"), "it holds the lease of a request that was announced to it"
     assert drive.ask(A, place="elsewhere:1", is_awaited=False) == [HandOver(key=A, message="r")], "it may have ended"
     drive.members[B].is_unused = True
     assert drive.ask(A, place="elsewhere:1") == [
@@ -435,7 +435,7 @@ def test_while_too_many_blocks_are_in_quarantine_nothing_new_is_read_from_anybod
         assert isinstance(refused, Refuse)
         assert refused.message == "late"
         assert (refused.ended.state, refused.ended.failure) == (request.State.FAILED, failure)
-        assert told == TellNotNeeded(key=each, message="late"), "it has held the lease since the request was announced"
+        assert told == TellUnread(key=each, message="late"), "it has held the lease since the request was announced"
     (refused,) = drive.ask(C)
     assert isinstance(refused, Refuse)
     assert refused.ended.failure == failure
@@ -451,7 +451,7 @@ def test_an_id_whose_blocks_are_in_quarantine_is_not_used_again_at_the_same_engi
     refused, told = drive.ask(A, request_id="1")
     assert isinstance(refused, Refuse)
     assert refused.ended.failure == RequestIdInQuarantine(blocks=4)
-    assert told == TellNotNeeded(key=A, message="1")
+    assert told == TellUnread(key=A, message="1")
     assert drive.ask(A, request_id="1", is_awaited=False) == [HandOver(key=A, message="1")], "it may wait for its turn"
     assert drive.ask(B, request_id="1") == [HandOver(key=B, message="1")], "its blocks are told apart there"
     drive.tell(RequestEnded(request_id="1"))
@@ -623,7 +623,7 @@ class Orders(RuleBasedStateMachine):
         self.now_ns += 1
         drive, handed = self.drive, HandOver(key=key, message="r")
         if self.is_full or self.quarantined.get((key, "r")):
-            kinds = [Refuse, TellNotNeeded] if key in drive.members else [Refuse]
+            kinds = [Refuse, TellUnread] if key in drive.members else [Refuse]
             assert [type(effect) for effect in drive.ask(key, self.now_ns, place=place)] == kinds
             return
         if self.is_known(key):
@@ -635,7 +635,7 @@ class Orders(RuleBasedStateMachine):
         free.sort(key=lambda each: (drive.members[each].is_connected, self.asked_ns[each]))
         effects = drive.ask(key, self.now_ns, place=place)
         if len(staying) == self.LIMIT and not free:
-            kinds = [Refuse, TellNotNeeded] if key in drive.members else [Refuse]
+            kinds = [Refuse, TellUnread] if key in drive.members else [Refuse]
             assert [type(effect) for effect in effects] == kinds
             return
         assert effects[-2:] == [begins, handed]

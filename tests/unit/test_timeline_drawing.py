@@ -119,7 +119,7 @@ def expected_arrows(page: Browser) -> list[Any]:
           const at = (bar, event) => bar.steps.filter((step) => step.event === event).map((step) => lanes.x(step.at));
           const below = lanes.rowTop(lease) + lanes.rowHeight - 2, above = lanes.rowTop(request);
           const grants = at(request, 'PeerReady').map((x) => [at(lease, 'Granted')[0], below, x, above]);
-          return [...grants, [at(hold, 'LetGo')[0], above, at(lease, 'ReaderDone')[0], below]];
+          return [...grants, [at(hold, 'Unwanted')[0], above, at(lease, 'ReaderDone')[0], below]];
         })()"""
     )
     return [pytest.approx(each, abs=0.01) for each in expected]

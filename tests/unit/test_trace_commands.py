@@ -131,7 +131,7 @@ def test_answers_come_after_their_questions_though_the_clock_of_p_is_wrong(tmp_p
         ]
         asked = next(at for at in of_lease if moments[at]["event"] == "Held")
         told = next(at for at in of_hold if moments[at]["event"] == "HeldByPeer")
-        let_go = next(at for at in of_hold if moments[at]["event"] == "LetGo")
+        let_go = next(at for at in of_hold if moments[at]["event"] == "Unwanted")
         assert asked < told < let_go < of_lease[-1]
         compared += 1
     assert compared > 0

@@ -114,6 +114,6 @@ def _request(number: int, at: float, prefill: Writer, decode: Writer, chance: ra
     else:
         decode.write(ended, "request", on_d, "reading", "ReadCompleted", "done", **size)
     keeps = proven - (ended - asked)
-    decode.write(ended, "hold", on_p + "/0", "held", "LetGo", "releasing", keeps=keeps, **named)
+    decode.write(ended, "hold", on_p + "/0", "held", "Unwanted", "releasing", keeps=keeps, **named)
     prefill.write(ended + 0.0003, "lease", on_p, "held", "ReaderDone", "done", keeps=keeps, **lent)
     decode.write(ended + 0.0006, "hold", on_p + "/0", "releasing", "ReleaseConfirmed", "released", keeps=keeps, **named)

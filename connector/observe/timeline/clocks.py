@@ -49,7 +49,7 @@ _Interval: TypeAlias = tuple[float, float]
 """The least and the greatest value that a shift may have, in nanoseconds."""
 
 _SAID, _RELEASED, _GRANTED = lease.Held.__name__, lease.ReaderDone.__name__, lease.Granted.__name__
-_HEARD, _LET_GO, _CONFIRMED = hold.HeldByPeer.__name__, hold.LetGo.__name__, hold.ReleaseConfirmed.__name__
+_HEARD, _LET_GO, _CONFIRMED = hold.HeldByPeer.__name__, hold.Unwanted.__name__, hold.ReleaseConfirmed.__name__
 _READS = request.PeerReady.__name__
 
 

@@ -269,7 +269,7 @@ function arrowsOf(story) {
       if (!lease) continue;
       const granted = lease.steps.find((step) => step.event === "Granted");
       if (granted) for (const read of begun) arrows.push([lease, granted.at, request, read.at, "grant"]);
-      const letGo = hold && hold.steps.find((step) => step.event === "LetGo");
+      const letGo = hold && hold.steps.find((step) => step.event === "Unwanted");
       const from = letGo ? letGo.at : request.isOver ? request.end : null;
       const heard = lease.steps.find((step) => step.event === "ReaderDone" && from !== null && step.at >= from - 1000);
       if (from !== null && heard) arrows.push([request, Math.min(from, request.end), lease, heard.at, "release"]);

@@ -640,7 +640,7 @@ class DecodeRank:
         reader = self._reader(pull, is_awaited=False)
         if reader is not None:
             reader.deliver(
-                core.NotNeeded(
+                core.ReleaseUnread(
                     request_id=pull.request_id,
                     lease=pull.lease,
                     address=pull.prompt.engine.name,

@@ -386,7 +386,7 @@ KEEPING = (
         rule="released by the last",
         row=54,
         broken="nobody tells P that the blocks are not needed any more",
-        changes=(Edit(Claims._let_go, "self._step_hold(claim, rank, hold.LetGo())", "pass"),),
+        changes=(Edit(Claims._let_go, "self._step_hold(claim, rank, hold.Unwanted())", "pass"),),
         place=ByTest(CORE + "::test_a_release_is_said_to_each_rank_until_it_is_confirmed"),
     ),
     Mutant(
