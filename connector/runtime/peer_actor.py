@@ -252,7 +252,7 @@ class PeerActor:
     def _handle(self, message: Event | PullCommand) -> None:
         if not isinstance(message, Event):
             self._commands_waiting -= 1
-            message = self._take_command(message)
+            message = self._event_of_command(message)
         self._in_hand = message
         self._feed(message)
         self._in_hand = None
@@ -283,7 +283,7 @@ class PeerActor:
 
     def _handle_last(self, message: Event | PullCommand) -> None:
         try:
-            self._feed(message if isinstance(message, Event) else self._take_command(message))
+            self._feed(message if isinstance(message, Event) else self._event_of_command(message))
         except Exception as error:
             self._context.log_crash(f"peer actor of {self._key.engine_id}", error)
 
@@ -299,23 +299,18 @@ class PeerActor:
         self._commands_waiting = 0
         return self._for_successor
 
-    def _take_command(self, command: PullCommand) -> Event:
+    def _event_of_command(self, command: PullCommand) -> Event:
         """What it means for the core."""
         now_ns = self._context.clock.now_ns()
         try:
-            self._note_wait(command, now_ns)
+            match command:
+                case StartPull() | TrackLease():
+                    self._notices.begin(command, now_ns)
+                case ReleaseUnread():
+                    self._notices.end(command.request_id)
         except Exception as error:
             # For people: no request may be lost for it.
             self._context.log_crash(f"peer actor of {self._key.engine_id}", error)
-        return self._event_of_command(command, now_ns)
-
-    def _note_wait(self, command: PullCommand, now_ns: int) -> None:
-        if isinstance(command, StartPull | TrackLease):
-            self._notices.begin(command, now_ns)
-        elif isinstance(command, ReleaseUnread):
-            self._notices.end(command.request_id)
-
-    def _event_of_command(self, command: PullCommand, now_ns: int) -> Event:
         match command:
             case LetGo(lease=lease):
                 return core.LetGo(lease=lease, message=command)

@@ -29,7 +29,7 @@ PARTS = {
 """What a call of each part contains."""
 
 ONLY_IN_ALL = {
-    "what takes long": "tests/integration/test_leaks.py tests/e2e",
+    "what takes long": "tests/integration/test_networks.py tests/e2e",
     "engines alone": "-m pytest tests/e2e/test_dead_prefill.py",
 }
 PARTS_OF_ALL = dict(sorted((PARTS | ONLY_IN_ALL).items(), key=lambda part: part[0].startswith("programs")))
