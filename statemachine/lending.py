@@ -321,12 +321,12 @@ class Lending:
         held: list[tuple[LeaseName, int]] = []
         gone: list[tuple[LeaseName, str]] = []
         deadline_ns = self._bounded(now_ns + self._limits.lease_ns)
-        reader = machine.Reader(asked.rank, asked.process)
         for name in asked.leases:
             known, why = self._find(name)
+            reader = _reader(asked, name)
             if known is not None and self._leases[known].has_left(asked.engine_id, reader):
                 known, why = None, RELEASED
-            if known is not None and self._is_full(known, asked):
+            if known is not None and self._is_full(known, asked.engine_id, reader):
                 known, why = None, CROWDED
             if known is not None and self._leases[known].state is machine.State.COMPUTING and deadline_ns <= now_ns:
                 known, why = None, GRACE_OVER
@@ -338,7 +338,7 @@ class Lending:
                 rank=asked.rank,
                 ranks=asked.ranks,
                 deadline_ns=deadline_ns,
-                process=asked.process,
+                process=reader.process,
             )
             self._step(known, hold)
             remaining_ns = self._leases[known].deadline_ns - now_ns
@@ -378,11 +378,12 @@ class Lending:
     def _release(self, asked: ReleaseAsked) -> None:
         for name in asked.leases:
             known, why = self._find(name)
-            if known is not None and self._is_full(known, asked):
+            reader = _reader(asked, name)
+            if known is not None and self._is_full(known, asked.engine_id, reader):
                 continue  # it was never told that it holds anything
             if known is not None:
                 done = machine.ReaderDone(
-                    engine_id=asked.engine_id, rank=asked.rank, ranks=asked.ranks, process=asked.process
+                    engine_id=asked.engine_id, rank=asked.rank, ranks=asked.ranks, process=reader.process
                 )
                 self._step(known, done)
             else:
@@ -424,16 +425,13 @@ class Lending:
             if name is not None and name in self._leases:
                 self._step(name, machine.Renewed(deadline_ns=deadline_ns))
 
-    def _is_full(self, name: LeaseName, asked: HoldAsked | ReleaseAsked) -> bool:
+    def _is_full(self, name: LeaseName, engine_id: str, reader: machine.Reader) -> bool:
         """Whether who asks is no holder of this lease yet, and cannot become one: every step looks at all that are."""
         lease = self._leases[name]
-        known = lease.holder(asked.engine_id)
+        known = lease.holder(engine_id)
         if known is None:
             return len(lease.holders) >= HOLDERS_MAX
-        return (
-            len(known.promised) >= machine.READERS_MAX
-            and machine.Reader(asked.rank, asked.process) not in known.promised
-        )
+        return len(known.promised) >= machine.READERS_MAX and reader not in known.promised
 
     def lent_as(self, name: LeaseName) -> LeaseName | None:
         """The lease, lent now or soon, that a peer means by this name, which may lack the number."""
@@ -577,6 +575,13 @@ def end_without_core_ns(granted_ns: int, fixed_ns: int | None, died_ns: int, lea
         lease_ns: as in `LendingLimits`.
     """
     return max(granted_ns, died_ns) + max(lease_ns, fixed_ns or 0)
+
+
+def _reader(asked: HoldAsked | ReleaseAsked, name: LeaseName) -> machine.Reader:
+    """Who names a lease so. Two requests of a rank may name one lease, one of them without its number: the rank takes
+    them for two, and releases one while it reads the other."""
+    process = asked.process if name.number or not asked.process else f"{asked.process} without a number"
+    return machine.Reader(asked.rank, process)
 
 
 def _readers(lease: Lease) -> frozenset[tuple[str, int | str]]:

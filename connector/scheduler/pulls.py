@@ -73,7 +73,8 @@ class WaitingPull:
         prompt_tokens: of the request.
         computed_because: why nothing is to be loaded, as local prefills are counted; None: something is, or there is
             nothing to load.
-        lease_key: unique across engines; None: nothing is lent.
+        lease_key: unique across engines, and with the sizes by which requests describe them (`roster.PeerKey`): who is
+            told of the lease is found by these. None: nothing is lent.
     """
 
     remote: RemotePrefill | ParamsFailure
@@ -88,7 +89,8 @@ class WaitingPull:
         remote = self.remote
         if not isinstance(remote, RemotePrefill):
             return None
-        return f"{remote.lease_number}\n{remote.engine_id}\n{remote.request_id}"
+        sizes = f"{remote.tp_size} {remote.dcp_size} {remote.pp_size}"
+        return f"{remote.lease_number}\n{sizes}\n{remote.engine_id}\n{remote.request_id}"
 
 
 class Pulls:

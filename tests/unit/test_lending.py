@@ -409,6 +409,20 @@ def test_a_hold_that_comes_behind_its_own_release_keeps_nothing(is_granted: bool
     assert FreeBlocks(lease=NAME, expired=False) in effects
 
 
+def test_who_names_a_lease_without_its_number_does_not_release_what_is_held_by_its_number() -> None:
+    """Two requests of one rank: a router has dropped the number from the parameters of one of them. To D these are two
+    leases."""
+    core, without = lent(NAME), LeaseName(NAME.request_id, 0)
+    speaks = {"reply_to": b"", "engine_id": "d", "rank": 0, "ranks": 1, "process": "a"}
+    for name in (NAME, without):
+        (answer,) = core.handle(lending.HoldAsked(**speaks, sent_ns=0, leases=(name,)), 1)
+        assert isinstance(answer, lending.AnswerHold)
+        assert answer.held
+    for name, is_last in ((NAME, False), (without, True)):
+        effects = core.handle(ReleaseAsked(**speaks, leases=(name,)), 1)
+        assert (FreeBlocks(lease=NAME, expired=False) in effects) is is_last
+
+
 def test_who_has_released_is_remembered_within_bounds() -> None:
     core = lent(NAME)
     assert held_by(core, "other") == "held"

@@ -213,6 +213,22 @@ def test_elsewhere_each_reads_until_nobody_wants_the_lease(specs: list[Any], cac
 
 
 @OTHERS
+def test_elsewhere_whoever_describes_p_otherwise_is_told_of_the_lease_by_itself(specs: list[Any], caches: bool) -> None:
+    """A client says wrong sizes: the ranks take that for another engine, and keep the lease for it apart."""
+    samples = Samples(specs, caches=caches)
+    first, wrong = samples.come(), "wrong"
+    samples.decode.submit(wrong, PROMPT, samples.params | {"tp_size": 2}, max_tokens=4)
+    samples.decode.step()
+    samples.decode.step()
+    assert samples.read == [first, wrong]
+    for name in (first, wrong):
+        samples.decode.loaded(name)
+        samples.decode.step()
+        assert samples.said(LetGo)[-1].peer == samples.decode.pull_of(name).peer
+    assert len(samples.said(LetGo)) == 2
+
+
+@OTHERS
 def test_elsewhere_one_that_waits_keeps_the_lease(specs: list[Any], caches: bool) -> None:
     """It has got no blocks yet when the one that reads is over."""
     samples = Samples(specs, caches=caches, blocks=18 if window(40) in specs else 12)

@@ -92,6 +92,16 @@ READERS = (
         ),
     ),
     Mutant(
+        name="two names of a lease are one reader",
+        rule="who was promised",
+        row=19,
+        broken="a request that names a lease without its number ends it for one that is read by its number",
+        changes=(Edit(lending._reader, "name.number or not asked.process", "True"),),
+        place=ByTest(
+            LENDING + "::test_who_names_a_lease_without_its_number_does_not_release_what_is_held_by_its_number"
+        ),
+    ),
+    Mutant(
         name="a hold that is late counts",
         rule="late and repeated messages",
         row=41,
