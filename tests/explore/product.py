@@ -60,6 +60,7 @@ class Product(msgspec.Struct, frozen=True, kw_only=True):
         keeps: D's scheduler has leases kept until it lets go of them.
         checks: what READs leave is checked, and may be other bytes than P's memory had.
         twins: all decode engines have one engine id.
+        unnumbered: requests, by number, whose parameters name their lease without its number.
         clocks: what a decode engine's clock advances by in a tick; another one than the first is a deviation.
     """
 
@@ -78,6 +79,7 @@ class Product(msgspec.Struct, frozen=True, kw_only=True):
     keeps: bool = False
     checks: bool = False
     twins: bool = False
+    unnumbered: tuple[int, ...] = ()
     clocks: tuple[int, ...] = (TICK_NS, SLOW_NS)
     engine_limits: EngineLimits = ENGINE_LIMITS
     lending_limits: LendingLimits = LENDING_LIMITS
@@ -101,6 +103,7 @@ PRODUCTS: tuple[Product, ...] = (
     Product(name="one request", deviations=2, restarts=True),
     Product(name="one request under a supervisor", deviations=2, restarts=True, supervised=True, dies=True),
     Product(name="one request that is checked", deviations=2, checks=True, restarts=True),
+    Product(name="one request that is checked, under a supervisor", deviations=2, checks=True, supervised=True),
     Product(name="a checked request, two ranks of P", prefill_ranks=2, deviations=1, checks=True, supervised=True),
     Product(name="two requests", requests=_TWO, deviations=2, restarts=True),
     Product(name="three requests", requests=_THREE, deviations=1, restarts=True),
@@ -113,12 +116,14 @@ PRODUCTS: tuple[Product, ...] = (
         supervised=True,
         clocks=(TICK_NS,),
     ),
+    Product(name="two requests, one lease, one name without its number", requests=((0, 0), (0, 0)), unnumbered=(1,)),
     Product(name="one request, its lease is kept", deviations=2, keeps=True, restarts=True, supervised=True),
     Product(name="two ranks of P", prefill_ranks=2, deviations=2, restarts=True),
     Product(name="two ranks of D", decode_ranks=2, deviations=2),
     Product(name="two engines, one lease", requests=((0, 0), (1, 0)), deviations=2, restarts=True, dies=True),
     Product(name="two engines of one id", requests=((0, 0), (1, 0)), deviations=2, twins=True, dies=True),
     Product(name="P hangs", deviations=2, hangs=True),
+    Product(name="P hangs, under a supervisor", deviations=2, hangs=True, supervised=True, clocks=(TICK_NS,)),
     Product(name="P hangs, two requests", requests=_TWO, deviations=1, hangs=True, restarts=True),
     Product(name="P hangs, two ranks of P", prefill_ranks=2, deviations=1, hangs=True, restarts=True),
     Product(name="P leaves", requests=_TWO, deviations=2, leaves=True),

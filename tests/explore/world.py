@@ -292,8 +292,8 @@ class Lease(NamedTuple):
 class Message(NamedTuple):
     """On a link between a core on D and a rank of P. `age_ns` is on D's clock, since the Hold was sent.
 
-    `leases` have what P says about each: how much remains, or -1: gone. `sender`: which core has sent it to P, of those
-    that know P one after another in its place.
+    `leases`, by `Rules.names`, have what P says about each: how much remains, or -1: gone. `sender`: which core has sent
+    it to P, of those that know P one after another in its place.
     """
 
     kind: int
@@ -389,7 +389,10 @@ class Rules:
         self.request_ids = [f"r{number}" for number in range(len(product.requests))]
         # A built-in engine numbers none.
         self.leases = [LeaseName(f"L{number}", 0 if product.is_builtin else 1) for number in range(product.leases)]
-        self.lease_numbers = {name: number for number, name in enumerate(self.leases)}
+        # What leases are called in messages, by number: each as P has numbered it, and then each without that, which is
+        # the same for a built-in engine's.
+        self.names = [*self.leases, *(LeaseName(name.request_id, 0) for name in self.leases)]
+        self.name_numbers = {name: self.names.index(name) for name in self.names}
         self.request_numbers = {name: number for number, name in enumerate(self.request_ids)}
         self.decode_cores = product.decode_engines * product.decode_ranks
         self._orders = self._symmetries()
@@ -463,9 +466,19 @@ class Rules:
             bereaved=(False,) * len(decode),
         )
 
-    def bit(self, core: int, sender: int) -> int:
-        """The one of `Lent.told` and `let_go`."""
-        return 1 << (sender * self.decode_cores + core)
+    def lease_called(self, name: int) -> int:
+        """The lease that is meant."""
+        return name % len(self.leases)
+
+    def name_of(self, request: int) -> LeaseName:
+        """What this request calls its lease."""
+        _, lease = self.product.requests[request]
+        return self.names[lease + len(self.leases) * (request in self.product.unnumbered)]
+
+    def bit(self, core: int, sender: int, name: int) -> int:
+        """The one of `Lent.told` and `let_go`: to a core two names are two leases."""
+        is_unnumbered = name >= len(self.leases)
+        return 1 << ((is_unnumbered * (self.product.deviations + 1) + sender) * self.decode_cores + core)
 
     def fresh_remote_engine(self, rank: int) -> int:
         """What a rank of D has admitted."""
@@ -600,6 +613,8 @@ class Rules:
         """Orders of the requests, with the orders of leases and engines that follow, under which the product looks the
         same; without the plain one."""
         product = self.product
+        if product.unnumbered:
+            return []  # few of such are searched
         found: list[_Order] = []
         numbers = range(len(product.requests))
         for order in itertools.permutations(numbers):
@@ -645,8 +660,8 @@ class Rules:
 
         def bits(mask: int) -> int:
             senders = range(self.product.deviations + 1)
-            moved = (self.bit(new, at) for at in senders for old, new in enumerate(cores) if mask & self.bit(old, at))
-            return sum(moved)
+            pairs = [(at, old, new) for at in senders for old, new in enumerate(cores)]
+            return sum(self.bit(new, at, 0) for at, old, new in pairs if mask & self.bit(old, at, 0))
 
         def readdress(message: Message) -> Message:
             moved = tuple(sorted((leases[lease], says) for lease, says in message.leases))
@@ -1191,20 +1206,20 @@ class Turn:
                 core = self._rules.core_named(reply_to)
                 says = tuple(
                     sorted(
-                        [(self._rules.lease_numbers[name], remaining_ns) for name, remaining_ns in effect.held]
-                        + [(self._rules.lease_numbers[name], -1) for name, _ in effect.gone]
+                        [(self._rules.name_numbers[name], remaining_ns) for name, remaining_ns in effect.held]
+                        + [(self._rules.name_numbers[name], -1) for name, _ in effect.gone]
                     )
                 )
-                for lease, remaining_ns in says:
+                for name, remaining_ns in says:
                     if remaining_ns >= 0:
-                        self._promise(lease, rank, core, reply_to.sender, remaining_ns)
+                        self._promise(name, rank, core, reply_to.sender, remaining_ns)
                 self.mail = (*self.mail, Message(HELD, core, connection, rank, -effect.sent_ns, says))
             case lending.AnswerRelease(reply_to=ReplyTo(connection=connection) as reply_to, leases=leases):
                 core = self._rules.core_named(reply_to)
-                says = tuple(sorted((self._rules.lease_numbers[name], 0) for name in leases))
+                says = tuple(sorted((self._rules.name_numbers[name], 0) for name in leases))
                 self.mail = (*self.mail, Message(RELEASED, core, connection, rank, 0, says))
             case lending.FreeBlocks(lease=name, expired=expired):
-                self._free(self._rules.lease_numbers[name], rank, expired=expired)
+                self._free(self._rules.name_numbers[name], rank, expired=expired)
             case lending.AnswerLeave() | lending.ForgetLease() | lending.WatchNotifications():
                 pass  # of no matter for what is modelled
             case lending.NoteLateRelease():
@@ -1212,8 +1227,9 @@ class Turn:
             case _:
                 assert_never(effect)
 
-    def _promise(self, lease: int, rank: int, core: int, sender: int, remaining_ns: int) -> None:
-        lent, bit = self.leases[lease].ranks[rank], self._rules.bit(core, sender)
+    def _promise(self, name: int, rank: int, core: int, sender: int, remaining_ns: int) -> None:
+        lease, bit = self._rules.lease_called(name), self._rules.bit(core, sender, name)
+        lent = self.leases[lease].ranks[rank]
         if lent.freed:
             raise Broken(f"invariant 5: rank {rank} of P says Held of lease {lease}, which it has freed")
         if lent.let_go & bit:
@@ -1229,10 +1245,11 @@ class Turn:
                 f"invariant 5: rank {rank} of P ends lease {lease} {lent.promised_ns} ns before what it has promised"
             )
         dead = sum(
-            self._rules.bit(core, sender)
+            self._rules.bit(core, sender, name)
             for core in range(self._rules.decode_cores)
             if self.cores[core] == DEAD
             for sender in range(self.successions[core] + 1)
+            for name in (0, len(self._rules.leases))
         )
         if not expired and lent.told & ~(lent.let_go | dead):
             raise Broken(f"invariant 5: rank {rank} of P frees lease {lease} while somebody who was told Held reads")
@@ -1287,7 +1304,7 @@ class Turn:
         if connection is None or connection.torn_ns >= 0:
             raise Broken(f"{self._rules.name(core)} sends {MESSAGES[kind]} on a connection that is torn down")
         if connection.links >> rank & 1:
-            says = tuple(sorted((self._rules.lease_numbers[name], 0) for name in leases))
+            says = tuple(sorted((self._rules.name_numbers[name], 0) for name in leases))
             self.mail = (*self.mail, Message(kind, core, number, rank, age_ns, says, self.successions[core]))
 
     def arrive(self) -> None:
@@ -1333,7 +1350,7 @@ class Turn:
                     self._set_connection(message.core, message.connection, is_told=True)
                 self.feed(message.core, self._answer(message))
             return
-        names = tuple(self._rules.leases[lease] for lease, _ in message.leases)
+        names = tuple(self._rules.names[name] for name, _ in message.leases)
         engine, rank = divmod(message.core, self._product.decode_ranks)
         reply_to = ReplyTo(f"d{engine}", rank, message.connection, message.sender)
         ranks = self._product.decode_ranks
@@ -1353,9 +1370,10 @@ class Turn:
                     ),
                 )
             case self_kind if self_kind == RELEASE:
-                for lease, _ in message.leases:
+                for name, _ in message.leases:
+                    lease = self._rules.lease_called(name)
                     let_go = self.leases[lease].ranks[message.rank].let_go
-                    gone = self._rules.bit(message.core, message.sender)
+                    gone = self._rules.bit(message.core, message.sender, name)
                     self._set_lent(lease, message.rank, let_go=let_go | gone)
                 self.feed(
                     core,
@@ -1379,7 +1397,7 @@ class Turn:
                     self.feed(core, notified)
 
     def _answer(self, message: Message) -> Event:
-        names = self._rules.leases
+        names = self._rules.names
         if message.kind == LEAVING:
             return LeavingSaid(connection=message.connection, grace_ns=LEAVING_GRACE_NS)
         if message.kind == RELEASED:
@@ -1423,7 +1441,7 @@ class Turn:
     def command(self, request: int, rank: int) -> None:
         part = self.requests[request].parts[rank]
         core, request_id = self._core_of(request, rank), self._rules.request_ids[request]
-        lease = self._rules.leases[self._product.requests[request][1]]
+        lease = self._rules.name_of(request)
         self._set_part(request, rank, command=NO_COMMAND, is_late=False, age_ns=0)
         if part.command in (ANNOUNCE, START):
             self.bereaved = _put(self.bereaved, core, False)

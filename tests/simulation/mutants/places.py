@@ -20,6 +20,9 @@ TWO_OF_D = Product(name="two ranks of D", decode_ranks=2)
 SUPERVISED = Product(
     name="two requests, one lease, under a supervisor", requests=((0, 0), (0, 0)), supervised=True, clocks=(TICK_NS,)
 )
+TWO_NAMES = Product(
+    name="two requests, one lease, one name without its number", requests=((0, 0), (0, 0)), unnumbered=(1,)
+)
 BUILTIN = Product(name="built-in P", requests=((0, 0), (0, 1)), is_builtin=True)
 
 

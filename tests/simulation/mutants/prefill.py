@@ -6,7 +6,7 @@ from connector.runtime.connections import Connections
 from statemachine import lease, lending
 from statemachine.lending import Lending
 from tests.simulation.mutants.mutant import ByTest, Edit, Explored, Mutant
-from tests.simulation.mutants.places import KEEPER, LEASE, LENDING, ONE, SIBLINGS, TWINS, TWO_OF_D, within
+from tests.simulation.mutants.places import KEEPER, LEASE, LENDING, ONE, SIBLINGS, TWINS, TWO_NAMES, TWO_OF_D, within
 
 USED_AGAIN = "::test_a_request_id_that_is_used_again_supersedes_its_lease_and_is_ambiguous_without_its_number"
 
@@ -97,9 +97,7 @@ READERS = (
         row=19,
         broken="a request that names a lease without its number ends it for one that is read by its number",
         changes=(Edit(lending._reader, "name.number or not asked.process", "True"),),
-        place=ByTest(
-            LENDING + "::test_who_names_a_lease_without_its_number_does_not_release_what_is_held_by_its_number"
-        ),
+        place=Explored(within(TWO_NAMES, 1), "invariant 5"),
     ),
     Mutant(
         name="a hold that is late counts",
