@@ -292,8 +292,8 @@ class Lease(NamedTuple):
 class Message(NamedTuple):
     """On a link between a core on D and a rank of P. `age_ns` is on D's clock, since the Hold was sent.
 
-    `leases`, by `Rules.names`, have what P says about each: how much remains, or -1: gone. `sender`: which core has sent
-    it to P, of those that know P one after another in its place.
+    `leases`, by `Rules.names`, have what P says about each: how much remains, or -1: gone. `sender`: which core has
+    sent it to P, of those that know P one after another in its place.
     """
 
     kind: int
