@@ -29,6 +29,7 @@ from connector.ports.side_channel import (
     SideChannel,
     SideChannelError,
 )
+from tests.rig.network import free_port
 
 HOST = "127.0.0.1"
 CLIENTS = 200
@@ -205,7 +206,7 @@ class SideChannelSuite(ABC):
 
     def test_a_port_where_nobody_listens_refuses_at_once(self) -> None:
         async def scenario(channel: SideChannel) -> None:
-            listener = channel.listen(HOST, 0)
+            listener = channel.listen(HOST, free_port())  # the kernel gives nobody else that port meanwhile
             nobody = listener.port
             listener.close()
             for _ in range(3):
@@ -538,7 +539,7 @@ class SideChannelSuite(ABC):
 
     def test_a_link_to_a_port_where_nobody_listens_is_lost_at_once(self) -> None:
         async def scenario(channel: SideChannel) -> None:
-            listener = channel.listen(HOST, 0)
+            listener = channel.listen(HOST, free_port())  # the kernel gives nobody else that port meanwhile
             nobody = listener.port
             listener.close()
             with pytest.raises(PortRefused):  # a real port may take a moment
