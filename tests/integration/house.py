@@ -11,6 +11,7 @@ replace the prefill engine (`restart_prefill`), as the decode engines must not m
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -148,6 +149,14 @@ def check_pair(prefill: EngineRig, decode: EngineRig, name: str, *, shared_token
     assert outcome.local_cached_tokens == shared_tokens
     for engine in (prefill, decode):
         engine.wait_until_whole(freed_seconds)
+
+
+def wait_for_reads(decode: EngineRig, count: int) -> None:
+    """Wait until so many READs are with NIXL, while their requests still wait for them."""
+    started = time.monotonic()
+    while (holdings := decode.inspect().holdings) is None or holdings.reads < count:
+        assert time.monotonic() < started + REQUEST_SECONDS, f"not {count} READs in {REQUEST_SECONDS} s: {holdings}"
+        time.sleep(0.01)
 
 
 def check_loaded(outcome: RequestOutcome, tokens: list[int], max_tokens: int = 1) -> None:

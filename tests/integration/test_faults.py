@@ -19,6 +19,7 @@ from tests.integration.house import (
     check_loaded,
     check_not_loaded,
     local_request,
+    wait_for_reads,
 )
 from tests.rig import BlackHole, EngineRig, RequestSpec, dead_params, expected_output, prompt
 
@@ -31,14 +32,6 @@ _TOLERANCE = 10.0
 
 def engine_of(house: House, policy: str) -> EngineRig:
     return house.decode if policy == "fail" else house.recompute
-
-
-def wait_for_reads(decode: EngineRig, count: int) -> None:
-    """Wait until so many READs are with NIXL, while their requests still wait for them."""
-    started = time.monotonic()
-    while (holdings := decode.inspect().holdings) is None or holdings.reads < count:
-        assert time.monotonic() < started + REQUEST_SECONDS, f"not {count} READs in {REQUEST_SECONDS} s: {holdings}"
-        time.sleep(0.01)
 
 
 @contextmanager

@@ -10,14 +10,13 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.integration.house import SHAPE, check_loaded
+from tests.integration.house import SHAPE, check_loaded, wait_for_reads
 from tests.integration.traces import Traces
 from tests.rig import OURS, EngineOptions, EngineRig, RequestOutcome, RequestSpec, free_port, prompt
 from tests.rig.lan import Lan, NoNetworks, Way
@@ -198,17 +197,10 @@ def test_another_process_in_the_place_of_a_machine_that_lost_its_power_is_read_a
     params = machines.p.prefill(name, tokens)
     machines.lan.cut("p", "d", but_ports=machines.control_ports)
     machines.d.submit(RequestSpec(name, tokens, 1, params))
-    wait_for(lambda: (found := machines.d.inspect().holdings) is not None and found.reads > 0, "a READ")
+    wait_for_reads(machines.d, 1)
     machines.lan.cut("p", "d")  # the end of its process is not seen either
     machines.p.kill()
     machines.lan.heal()
     machines.restart_p()
     machines.expect_read(machines.p)
     assert machines.d.wait(name).finish == "error"
-
-
-def wait_for(condition: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + TOLERANCE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} does not come"
-        time.sleep(0.02)
