@@ -1138,7 +1138,8 @@ class Turn:
         part = asked.parts[rank]
         if asked.stage != STARTED or part.report != UNREPORTED:
             raise Broken(f"invariant 2: {self._rules.name(core)} reports request {request}, which nobody awaits")
-        if self._product.keeps and isinstance(report.failure, BlocksConsumed):
+        # Whoever was only announced when P was given up, because another engine has its place, is not known any more.
+        if self._product.keeps and not self.successions[core] and isinstance(report.failure, BlocksConsumed):
             raise Broken(f"invariant 3: {self._rules.name(core)} has let go of what request {request} wants")
         if isinstance(report.failure, ActorCrashed) and report.failure is not CRASH:
             raise Broken(f"an impossible event happens: {report.failure.error}")
