@@ -71,9 +71,6 @@ REQUESTS_QUEUED_MAX = 8
 REPLIES_QUEUED_MAX = 256
 """Replies that wait for one slow requester before further ones are dropped."""
 
-UNREAD_SECONDS = 10
-"""So long a requester may leave replies unread before its connection is given up."""
-
 GREETING_LIMIT_SECONDS = 10
 """So long a connection may take to greet a listener."""
 
@@ -86,13 +83,15 @@ UNFINISHED_SLACK_BYTES = 64 * 1024
 """What a connection of a listener may have received beyond the largest message, before it is in the middle of one that
 is too large: frames and encryption have headers."""
 
-KEEPALIVE_IDLE_SECONDS, KEEPALIVE_PROBES, KEEPALIVE_PROBE_SECONDS = 60, 3, 10
-"""Whose machine has vanished without a word is noticed by the kernel after this time of silence and so many probes. At
-both ends of a connection: a decode engine that wants nothing says nothing either."""
-
 UNACKNOWLEDGED_SECONDS = 30
-"""Where something was sent the kernel does not probe: it sends it again, by itself for a quarter of an hour. What the
-other machine has not acknowledged for so long ends the connection. A lease that nobody renews is over then, too."""
+"""A connection ends whose other end has acknowledged nothing for so long, or has left unread what it was sent. By
+itself the kernel would send it again for a quarter of an hour. A lease that nobody renews is over then, too."""
+
+KEEPALIVE_IDLE_SECONDS, KEEPALIVE_PROBE_SECONDS = 10, 5
+"""Where nothing is said the kernel asks, after this time of silence and then again and again: so a machine that has
+vanished without a word is noticed at both ends. Linux counts no probes where `UNACKNOWLEDGED_SECONDS` is set: a
+connection ends when one is unanswered and so much time has passed since the last word. So several must fit into it, or
+the first that a network loses ends a connection to a healthy engine."""
 
 ADDRESSES_REMEMBERED_MAX = 4096
 """With the key that each had last."""
@@ -230,7 +229,7 @@ class ZmqSideChannel:
             router.setsockopt(zmq.RCVBUF, RECEIVE_BUFFER_BYTES)
             router.setsockopt(zmq.BACKLOG, BACKLOG)
             router.setsockopt(zmq.HANDSHAKE_IVL, GREETING_LIMIT_SECONDS * 1000)
-            router.setsockopt(zmq.TCP_MAXRT, UNREAD_SECONDS * 1000)
+            router.setsockopt(zmq.TCP_MAXRT, UNACKNOWLEDGED_SECONDS * 1000)
             router.setsockopt(zmq.ROUTER_MANDATORY, 1)
             limits = AdmissionLimits(
                 connections_max=connections_max(),
@@ -279,7 +278,6 @@ class ZmqSideChannel:
         made.setsockopt(zmq.IPV6, int(ipv6))
         made.setsockopt(zmq.TCP_KEEPALIVE, 1)
         made.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_SECONDS)
-        made.setsockopt(zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_PROBES)
         made.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_PROBE_SECONDS)
         return made
 
