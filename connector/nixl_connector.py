@@ -142,6 +142,9 @@ class NixlActorConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Request) -> None:
         self._scheduler_side.on_new_request(request)
+        if not isinstance(request.kv_transfer_params, dict):
+            # vLLM looks into it next, and its engine core would end. The request has been noted as a malformed one.
+            request.kv_transfer_params = None
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._scheduler_side.get_num_new_matched_tokens(request, num_computed_tokens)

@@ -177,10 +177,12 @@ class Supervisor:
                 await self._wind_down()
                 nursery.cancel_scope.cancel()
         finally:
-            self._close_roster()
-            self._context.side_channel.close()
-            with trio.CancelScope(shield=True):
-                await self._context.nixl_port.aclose(SHUTDOWN_GRACE_SECONDS)
+            try:
+                self._close_roster()
+            finally:
+                self._context.side_channel.close()
+                with trio.CancelScope(shield=True):
+                    await self._context.nixl_port.aclose(SHUTDOWN_GRACE_SECONDS)
 
     def stop(self) -> None:
         """Trio thread: end. Open requests fail, READs in flight are waited for a moment."""

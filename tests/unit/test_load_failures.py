@@ -18,7 +18,7 @@ from connector.observe.log import LINES_PER_CAUSE
 from connector.protocol import QuarantineLifted, ReceiveEnded
 from connector.step_metadata import WorkerReport
 from connector.worker.ledger import TransferLedger
-from statemachine.failures import AbortedByClient
+from statemachine.failures import AbortedByClient, BadParams
 from tests.unit.hybrid_engine import HybridEngine, full, mla, replayed, ring, state, tokens_of, window
 from tests.unit.log_lines import listening
 
@@ -38,6 +38,17 @@ RANKS = 2
 def any_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the worker side can register is not the matter here."""
     monkeypatch.setattr("connector.nixl_connector.require_supported", lambda *_: None)
+
+
+@pytest.mark.parametrize("params", ["x", [1], 7, {"do_remote_prefill": 1}], ids=repr)
+def test_parameters_of_another_type_end_the_request_and_no_engine(params: object) -> None:
+    """vLLM's front end in Rust lets them pass (`vllm_xargs`), and its scheduler looks into them."""
+    engine = HybridEngine([full()])
+    engine.submit("a", TOKENS, params)
+    engine.step()
+    assert isinstance(engine.rejection_of("a").failure, BadParams)
+    engine.step(KVConnectorOutput(finished_recving={"a"}, failed_recving={"a"}))
+    assert engine.finished["a"] == "error"
 
 
 class Load:
