@@ -77,7 +77,7 @@ WHAT_TO_DO: dict[str, str] = {
         "see whether P hangs, or the network between P and D, or whether a firewall closes ports of UCX "
         "(UCX_TCP_PORT_RANGE) in one direction; its blocks come back when the READs end"
     ),
-    "PeerBackoff": "correct what made P fail; it is tried again by itself",
+    "PeerBackoff": "correct what the last attempt failed for, which the line names; it is tried again by itself",
     "PeerRetired": "prefill again: the engine that lent these blocks was replaced or forgotten",
     "PeerLeaving": (
         "prefill again; end P only when it says that it has drained (nixl-actor drain), and raise drain_grace_seconds "

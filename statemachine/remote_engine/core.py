@@ -17,7 +17,6 @@ from statemachine.failures import (
     ConnectionRefused,
     ControlLinkLost,
     Failure,
-    HandshakeRefused,
     Incompatible,
     NotAllowed,
     PeerBackoff,
@@ -187,8 +186,7 @@ class RemoteEngine:
             case Crashed(failure=crash):
                 is_awaited = self._is_awaited
                 self._fail_requests(crash, now_ns)
-                refused = HandshakeRefused(**self._of_peer(), detail=str(crash))
-                self._fail_handshake(refused, now_ns, is_awaited=is_awaited)
+                self._fail_handshake(crash, now_ns, is_awaited=is_awaited)
             case _:
                 raise TypeError(f"{type(event).__name__} is not an event of this core")
         self._follow_up(now_ns)
