@@ -79,13 +79,14 @@ class StartPull(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class ReleaseUnread(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Nothing is read for the request: tell the peer that this consumer of the lease is finished.
 
-    `age_seconds` is as in StartPull.
+    `age_seconds` is as in StartPull, and `keeps_lease` where such a command was turned away.
     """
 
     request_id: str
     lease: LeaseName
     peer: PeerAddress
     age_seconds: float
+    keeps_lease: bool = False
 
 
 class LetGo(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -237,6 +237,19 @@ class NoteLateRelease(Effect, frozen=True, kw_only=True):
     was_expired: bool
 
 
+LendingEffect: TypeAlias = (
+    AnswerHold
+    | AnswerRelease
+    | AnswerLeave
+    | TellLeaving
+    | FreeBlocks
+    | ForgetLease
+    | WatchNotifications
+    | NoteLateRelease
+)
+"""What this core may have its executor do."""
+
+
 # --- the core -------------------------------------------------------------------------------------------------------
 
 
@@ -266,18 +279,18 @@ class Lending:
         self._hearers: OrderedDict[ReplyAddress, None] = OrderedDict()
         # When this engine's grace period is over; None: it does not leave.
         self._leaves_ns: int | None = None
-        self._outcome = Outcome(observe)
+        self._outcome: Outcome[LendingEffect] = Outcome(observe)
 
     def next_deadline(self) -> int | None:
         return self._timers.next_ns()
 
-    def advance(self, now_ns: int) -> list[Effect]:
+    def advance(self, now_ns: int) -> list[LendingEffect]:
         """End what is due. One at a time: if one raises, the others stay due."""
         while (due := self._timers.take_due(now_ns)) is not None:
             self._step(due, machine.DeadlinePassed(now_ns=now_ns))
         return self._outcome.take(now_ns)
 
-    def handle(self, event: Event, now_ns: int) -> list[Effect]:
+    def handle(self, event: Event, now_ns: int) -> list[LendingEffect]:
         """Take one event in; returns what to do, in order."""
         match event:
             case HoldAsked():

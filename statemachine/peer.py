@@ -64,7 +64,6 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         failures: attempts that failed in a row.
         losses: connections in a row that were lost without having been of use.
-        is_wanted: while a connection is being given up: somebody waits for the next one.
         is_retiring: there will be no next one.
         failure: the last one.
     """
@@ -73,7 +72,6 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
     state: State = State.IDLE
     failures: int = 0
     losses: int = 0
-    is_wanted: bool = False
     is_retiring: bool = False
     failure: Failure | None = None
 
@@ -168,8 +166,8 @@ Effects: TypeAlias = tuple[
 ]
 
 
-def _start(peer: Peer, event: Wanted | TornDown) -> tuple[Peer, Effects]:
-    return msgspec.structs.replace(peer, state=State.HANDSHAKING, is_wanted=False), (StartHandshake(),)
+def _start(peer: Peer, event: Wanted) -> tuple[Peer, Effects]:
+    return msgspec.structs.replace(peer, state=State.HANDSHAKING), (StartHandshake(),)
 
 
 def _connect(peer: Peer, event: HandshakeSucceeded) -> tuple[Peer, Effects]:
@@ -209,13 +207,6 @@ def _suspect(peer: Peer, event: ConnectionSuspect) -> tuple[Peer, Effects]:
     return msgspec.structs.replace(peer, state=State.DRAINING, losses=losses, failure=event.failure), (DrainReads(),)
 
 
-def _want_later(peer: Peer, event: Wanted) -> tuple[Peer, Effects]:
-    if peer.is_retiring:
-        assert peer.failure is not None
-        return peer, (AnnounceFailed(failure=peer.failure),)
-    return msgspec.structs.replace(peer, is_wanted=True), NO_EFFECTS
-
-
 def _tear_down(peer: Peer, event: ReadsDrained) -> tuple[Peer, Effects]:
     return msgspec.structs.replace(peer, state=State.DISCONNECTING), (TearDown(),)
 
@@ -225,12 +216,10 @@ def _disconnect(peer: Peer, event: TornDown) -> tuple[Peer, Effects]:
         return msgspec.structs.replace(peer, state=State.GONE), NO_EFFECTS
     if peer.losses > LOSSES_BEFORE_BACKOFF:
         assert peer.failure is not None
-        # Wanted or not: somebody may have been offered the connection, and not have begun to read.
+        # Somebody may have been offered the connection, and not have begun to read.
         announce = AnnounceFailed(failure=peer.failure)
         backoff = StartBackoff(failures=peer.losses - LOSSES_BEFORE_BACKOFF)
-        return msgspec.structs.replace(peer, state=State.BACKOFF, is_wanted=False), (announce, backoff)
-    if peer.is_wanted:
-        return _start(peer, event)
+        return msgspec.structs.replace(peer, state=State.BACKOFF), (announce, backoff)
     return msgspec.structs.replace(peer, state=State.IDLE), NO_EFFECTS
 
 
@@ -240,7 +229,7 @@ def _abandon(peer: Peer, event: QuiesceTimeout) -> tuple[Peer, Effects]:
     if peer.is_retiring:
         return msgspec.structs.replace(peer, state=State.GONE), effects
     failures = peer.failures + 1
-    backing_off = msgspec.structs.replace(peer, state=State.BACKOFF, failures=failures, is_wanted=False)
+    backing_off = msgspec.structs.replace(peer, state=State.BACKOFF, failures=failures)
     return backing_off, (*effects, StartBackoff(failures=failures))
 
 
@@ -250,9 +239,7 @@ def _retire_connected(peer: Peer, event: Retired) -> tuple[Peer, Effects]:
 
 
 def _retire_later(peer: Peer, event: Retired) -> tuple[Peer, Effects]:
-    failure = PeerRetired(peer=peer.engine_id)
-    announce: Effects = (AnnounceFailed(failure=failure),) if peer.is_wanted else NO_EFFECTS
-    return msgspec.structs.replace(peer, is_retiring=True, is_wanted=False, failure=failure), announce
+    return msgspec.structs.replace(peer, is_retiring=True, failure=PeerRetired(peer=peer.engine_id)), NO_EFFECTS
 
 
 def _retire_now(peer: Peer, event: Retired) -> tuple[Peer, Effects]:
@@ -295,13 +282,11 @@ MACHINE: Machine[Peer, Effects] = Machine(
         (_HANDSHAKING, Retired): to(_retire_later, _HANDSHAKING),
         (_READY, ConnectionSuspect): to(_suspect, _DRAINING),
         (_READY, Retired): to(_retire_connected, _DRAINING),
-        (_DRAINING, Wanted): to(_want_later, _DRAINING),
         (_DRAINING, ReadsDrained): to(_tear_down, _DISCONNECTING),
         (_DRAINING, QuiesceTimeout): to(_abandon, _BACKOFF, _GONE),
         (_DRAINING, Retired): to(_retire_later, _DRAINING),
-        (_DISCONNECTING, Wanted): to(_want_later, _DISCONNECTING),
         (_DISCONNECTING, QuiesceTimeout): to(_abandon, _BACKOFF, _GONE),
-        (_DISCONNECTING, TornDown): to(_disconnect, _IDLE, _HANDSHAKING, _BACKOFF, _GONE),
+        (_DISCONNECTING, TornDown): to(_disconnect, _IDLE, _BACKOFF, _GONE),
         (_DISCONNECTING, Retired): to(_retire_later, _DISCONNECTING),
         (_BACKOFF, Wanted): to(_reject, _BACKOFF),
         (_BACKOFF, BackoffElapsed): to(_rest, _IDLE),
@@ -312,6 +297,7 @@ MACHINE: Machine[Peer, Effects] = Machine(
     },
     ignored={
         **pairs((_HANDSHAKING,), (Wanted,), "the attempt in flight answers this one too"),
+        **pairs(_GIVING_UP, (Wanted,), "the core sees who waits when it is torn down"),
         **pairs(_WITHOUT_CONNECTION, (ConnectionSuspect,), "late news of a connection that is gone already"),
         **pairs(_GIVING_UP, (ConnectionSuspect,), "it is being given up already"),
         **pairs((*_WITHOUT_CONNECTION, _READY), (QuiesceTimeout,), "a timer of a connection that has drained since"),

@@ -21,6 +21,7 @@ import trio
 from connector.addresses import join_address
 from connector.clock import NS_PER_SECOND, Clock
 from connector.ports.side_channel import SideChannel, SideChannelError
+from connector.runtime.effects import carry_out
 from connector.wire.administration import DrainReport, Leave, decode_leave_taken
 from connector.wire.bounded import DecodeFailed
 from connector.wire.control import encode_request
@@ -134,8 +135,7 @@ class EngineDraining:
         self.value, effects = machine.MACHINE.step(before, event)
         if self.value.state is not before.state:
             self._attempt(partial(self._on_change, self.value))
-        for effect in effects:
-            self._attempt(partial(self._execute, effect))
+        carry_out(effects, self._execute, partial(self._log_crash, "draining"))
 
     def _attempt(self, call: Callable[[], None]) -> None:
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from functools import partial
 from typing import assert_never
 
 import trio
@@ -18,6 +19,7 @@ from connector.clock import NS_PER_SECOND, Clock, seconds_until, to_ns
 from connector.config import ConnectorOptions
 from connector.ports.side_channel import NotASideChannel, SideChannel, SideChannelError
 from connector.protocol import MeetPeer, PeerAddress
+from connector.runtime.effects import carry_out
 from connector.wire.administration import MEET_PLACES_MAX, MeetReport, PlaceRow
 from connector.wire.bounded import DecodeFailed
 from connector.wire.handshake import decode_advertisement, encode_request
@@ -126,30 +128,32 @@ class Introducer:
         return effects
 
     def _carry_out(self, effects: list[core.CoreEffect]) -> None:
-        for effect in effects:
-            match effect:
-                case core.AskWho(place=place):
-                    if self._nursery is not None:  # otherwise `run` does
-                        self._nursery.start_soon(self._ask_who, place)
-                case core.Meet(place=place, engine=engine):
-                    host, port = split_place(place)
-                    address = PeerAddress(
-                        engine_id=engine.engine_id,
-                        host=host,
-                        port=port,
-                        tp_size=engine.tp_size,
-                        dcp_size=engine.dcp_size,
-                        pp_size=engine.pp_size,
-                    )
-                    self._meet(MeetPeer(peer=address))
-                case core.SayFailed(place=place, problem=problem):
-                    self._say(f"the engine at {place} cannot be met before its first request: {problem}")
-                case core.SayForgotten(place=place, unmet_ns=unmet_ns):
-                    seconds = unmet_ns / NS_PER_SECOND
-                    self._say(f"{place} is forgotten: nobody could be met there for {seconds:.0f} s")
-                case _:
-                    assert_never(effect)
+        carry_out(effects, self._execute, partial(self._log_crash, "introductions"))
         self._attention.set()
+
+    def _execute(self, effect: core.CoreEffect) -> None:
+        match effect:
+            case core.AskWho(place=place):
+                if self._nursery is not None:  # otherwise `run` does
+                    self._nursery.start_soon(self._ask_who, place)
+            case core.Meet(place=place, engine=engine):
+                host, port = split_place(place)
+                address = PeerAddress(
+                    engine_id=engine.engine_id,
+                    host=host,
+                    port=port,
+                    tp_size=engine.tp_size,
+                    dcp_size=engine.dcp_size,
+                    pp_size=engine.pp_size,
+                )
+                self._meet(MeetPeer(peer=address))
+            case core.SayFailed(place=place, problem=problem):
+                self._say(f"the engine at {place} cannot be met before its first request: {problem}")
+            case core.SayForgotten(place=place, unmet_ns=unmet_ns):
+                seconds = unmet_ns / NS_PER_SECOND
+                self._say(f"{place} is forgotten: nobody could be met there for {seconds:.0f} s")
+            case _:
+                assert_never(effect)
 
     async def _ask_who(self, place: str) -> None:
         try:

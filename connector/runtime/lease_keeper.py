@@ -23,7 +23,7 @@ from __future__ import annotations
 import hmac
 from collections.abc import Callable
 from functools import partial
-from typing import TypeAlias
+from typing import TypeAlias, assert_never
 
 import trio
 
@@ -48,6 +48,7 @@ from connector.protocol import (
     SendEnded,
 )
 from connector.runtime.context import WorkerContext
+from connector.runtime.effects import carry_out
 from connector.runtime.mailbox import Mailbox
 from connector.runtime.restarts import keep_running
 from connector.wire import control as wire
@@ -57,7 +58,7 @@ from connector.wire.bounded import DecodeFailed
 from connector.wire.inspection import Inspect
 from statemachine import lending
 from statemachine.failures import ConsumerUnknown, MessageMalformed, NotificationsDropped
-from statemachine.kernel import Effect, Event
+from statemachine.kernel import Event
 from statemachine.lease import Lease, LeaseName
 from statemachine.lending import Lending, LendingLimits, ReplyAddress
 
@@ -227,7 +228,7 @@ class LeaseKeeper:
                     control.charge(asked.reply_address, MESSAGE_UNITS + len(message.leases))
                     self._inbox.put(_control_event(message, asked.reply_address))
 
-    def _take_in(self, message: Event | NotificationReceived, now_ns: int) -> list[Effect]:
+    def _take_in(self, message: Event | NotificationReceived, now_ns: int) -> list[lending.LendingEffect]:
         if not isinstance(message, NotificationReceived):
             if isinstance(message, lending.HoldAsked | lending.ReleaseAsked):
                 self._named_in_turn += len(message.leases)
@@ -254,20 +255,16 @@ class LeaseKeeper:
 
     # --- out --------------------------------------------------------------------------------------------------------
 
-    def _step(self, step: Callable[[int], list[Effect]]) -> None:
+    def _step(self, step: Callable[[int], list[lending.LendingEffect]]) -> None:
         """Run the core once, and carry out what it says. What raises is logged, and only that is lost."""
         try:
             effects = step(self._clock.now_ns())
         except Exception as error:
             self._log_crash("lease keeper", error)
             return
-        for effect in effects:
-            try:
-                self._execute(effect)
-            except Exception as error:
-                self._log_crash("lease keeper", error)
+        carry_out(effects, self._execute, partial(self._log_crash, "lease keeper"))
 
-    def _execute(self, effect: Effect) -> None:
+    def _execute(self, effect: lending.LendingEffect) -> None:
         match effect:
             case lending.AnswerHold(reply_to=reply_to):
                 held = tuple(wire.HeldLease(*lease, remaining_ns) for lease, remaining_ns in effect.held)
@@ -291,7 +288,7 @@ class LeaseKeeper:
                 self._figures.note(LATE_NOTIFICATIONS if was_expired else STRAY_RELEASES)
                 self._log_failure(f"lease of {request_id}", ConsumerUnknown(sender=sender, request_id=request_id))
             case _:
-                raise TypeError(f"{type(effect).__name__} is not an effect of this core")
+                assert_never(effect)
 
     def _sums_frames(self, asked: wire.AskSums) -> tuple[bytes, ...]:
         """The answer; empty: there is none."""

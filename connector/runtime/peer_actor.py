@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, assert_never
+from typing import assert_never
 
 import msgspec
 import trio
@@ -57,7 +57,7 @@ from statemachine import remote_engine as core
 from statemachine import roster
 from statemachine.deadlines import earliest
 from statemachine.failures import ActorCrashed, BadParams, ChecksumsMissing, Failure
-from statemachine.kernel import Effect, Event
+from statemachine.kernel import Event
 from statemachine.roster import PeerKey
 
 
@@ -135,22 +135,6 @@ class PeerActor:
         self._wakes_at_ns: int | None = None
         self._attention = trio.Event()
         self._for_successor: list[PullCommand] = []
-        self._executors: dict[type[Effect], Callable[[Any], None]] = {
-            core.StartHandshake: self._start_handshake,
-            core.ResolveBlocks: self._resolve_blocks,
-            core.PostReads: self._post_reads,
-            core.CheckRead: self._check_read,
-            core.TearDown: self._tear_down,
-            core.SendHold: self._send_hold,
-            core.SendRelease: self._send_release,
-            core.SendHeartbeat: self._send_heartbeat,
-            core.NotifyReleases: self._notify_releases,
-            core.Report: self._report,
-            core.LiftQuarantine: self._lift_quarantine,
-            core.PassToSuccessor: self._pass_to_successor,
-            core.NoteHandshakeFailure: self._note_handshake_failure,
-            core.NoteLeaving: self._note_leaving,
-        }
 
     # --- life ---------------------------------------------------------------------------------------------------
 
@@ -320,7 +304,11 @@ class PeerActor:
                 return core.MeetAsked(address=address, message=command)
             case ReleaseUnread():
                 return core.ReleaseUnread(
-                    request_id=command.request_id, lease=command.lease, address=command.peer, message=command
+                    request_id=command.request_id,
+                    lease=command.lease,
+                    address=command.peer,
+                    keeps_lease=command.keeps_lease,
+                    message=command,
                 )
             case StartPull():
                 blocks = sum(len(group.local_block_ids) for group in command.groups)
@@ -346,15 +334,47 @@ class PeerActor:
 
     # --- effects ------------------------------------------------------------------------------------------------
 
-    def _carry_out(self, effects: list[Effect]) -> None:
-        crash: Exception | None = None
+    def _carry_out(self, effects: list[core.EngineEffect]) -> None:
+        """As `effects.carry_out`, with no call for an effect but that of its executor. What was raised first is raised
+        when all have been tried."""
+        errors: list[Exception] = []
         for effect in effects:
             try:
-                self._executors[type(effect)](effect)
+                match effect:
+                    case core.StartHandshake():
+                        self._start_handshake(effect)
+                    case core.ResolveBlocks():
+                        self._resolve_blocks(effect)
+                    case core.PostReads():
+                        self._post_reads(effect)
+                    case core.CheckRead():
+                        self._check_read(effect)
+                    case core.TearDown():
+                        self._tear_down(effect)
+                    case core.SendHold():
+                        self._send_hold(effect)
+                    case core.SendRelease():
+                        self._send_release(effect)
+                    case core.SendHeartbeat():
+                        self._send_heartbeat(effect)
+                    case core.NotifyReleases():
+                        self._notify_releases(effect)
+                    case core.Report():
+                        self._report(effect)
+                    case core.LiftQuarantine():
+                        self._lift_quarantine(effect)
+                    case core.PassToSuccessor():
+                        self._pass_to_successor(effect)
+                    case core.NoteHandshakeFailure():
+                        self._note_handshake_failure(effect)
+                    case core.NoteLeaving():
+                        self._note_leaving(effect)
+                    case _:
+                        assert_never(effect)
             except Exception as error:
-                crash = crash or error
-        if crash is not None:
-            raise crash
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def _feed(self, event: Event) -> None:
         self._carry_out(self.core.handle(event, self._context.clock.now_ns()))

@@ -342,31 +342,40 @@ class Supervisor:
         self._carry_out(self._roster.handle(event, self._context.clock.now_ns()))
 
     def _carry_out(self, effects: list[roster.RosterEffect]) -> None:
+        """As `effects.carry_out`, with no call for an effect but that of its executor. What was raised first is raised
+        when all have been tried."""
+        errors: list[Exception] = []
         for effect in effects:
-            match effect:
-                case roster.HandOver(key=key, message=command):
-                    self._peers[key].put(command)
-                case roster.Admit(key=key, message=command):
-                    self._admit(key, command.peer)
-                case roster.Retire(key=key):
-                    self._peers[key].tell(core.Retire())
-                case roster.Recall(key=key, message=command):
-                    self._peers[key].tell(core.Recall(address=command.peer))
-                case roster.Refuse():
-                    self._refuse(effect)
-                case roster.TellUnread(key=key, message=command):
-                    self._peers[key].put(
-                        ReleaseUnread(
-                            request_id=command.request_id,
-                            lease=command.lease,
-                            peer=command.peer,
-                            age_seconds=command.age_seconds,
+            try:
+                match effect:
+                    case roster.HandOver(key=key, message=command):
+                        self._peers[key].put(command)
+                    case roster.Admit(key=key, message=command):
+                        self._admit(key, command.peer)
+                    case roster.Retire(key=key):
+                        self._peers[key].tell(core.Retire())
+                    case roster.Recall(key=key, message=command):
+                        self._peers[key].tell(core.Recall(address=command.peer))
+                    case roster.Refuse():
+                        self._refuse(effect)
+                    case roster.TellUnread(key=key, message=command):
+                        self._peers[key].put(
+                            ReleaseUnread(
+                                request_id=command.request_id,
+                                lease=command.lease,
+                                peer=command.peer,
+                                age_seconds=command.age_seconds,
+                                keeps_lease=isinstance(command, StartPull) and command.keeps_lease,
+                            )
                         )
-                    )
-                case roster.NoteQuarantine(is_full=is_full, blocks=blocks, limit_blocks=limit):
-                    self._context.event_log.quarantine(blocks, limit, is_full=is_full)
-                case _:
-                    assert_never(effect)
+                    case roster.NoteQuarantine(is_full=is_full, blocks=blocks, limit_blocks=limit):
+                        self._context.event_log.quarantine(blocks, limit, is_full=is_full)
+                    case _:
+                        assert_never(effect)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def _admit(self, key: PeerKey, address: PeerAddress) -> None:
         assert self._nursery is not None

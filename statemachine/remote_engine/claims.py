@@ -24,6 +24,7 @@ from statemachine.outcome import Outcome
 from statemachine.remembered import Remembered
 from statemachine.remote_engine.connections import Connection
 from statemachine.remote_engine.messages import (
+    EngineEffect,
     EngineLimits,
     NotifyReleases,
     SendHeartbeat,
@@ -124,7 +125,7 @@ class Claims:
 
     __slots__ = ("_by_lease", "_consumed", "_limits", "_outcome", "_timers", "_wanted", "dues", "link")
 
-    def __init__(self, limits: EngineLimits, timers: Deadlines[TimerKey], outcome: Outcome) -> None:
+    def __init__(self, limits: EngineLimits, timers: Deadlines[TimerKey], outcome: Outcome[EngineEffect]) -> None:
         self._limits = limits
         self._timers = timers
         self._outcome = outcome
@@ -162,12 +163,14 @@ class Claims:
     def want(self, lease: LeaseName, request_id: str, heard_ns: int, now_ns: int) -> Claim:
         """`request_id` wants the lease: it is held from now on, and not released before the request has ended. If P
         cannot keep it, its claim is `gone` at once; who has only announced the request learns so when it starts."""
-        self._wanted.add(lease)
         claim = self._by_lease.get(lease)
         if claim is not None:
+            if lease not in self._wanted and claim.gone is None:
+                self._wanted.add(lease)
             self._timers.cancel(("release_given_up", lease))
             claim.users[request_id] = None
             return claim
+        self._wanted.add(lease)
         claim = self._by_lease[lease] = Claim(lease, heard_ns)
         claim.users[request_id] = None
         if self.link is not None:
@@ -408,7 +411,7 @@ class Claims:
 
     # --- for the explorer -------------------------------------------------------------------------------------------
 
-    def copy(self, timers: Deadlines[TimerKey], outcome: Outcome, link: Connection | None) -> Claims:
+    def copy(self, timers: Deadlines[TimerKey], outcome: Outcome[EngineEffect], link: Connection | None) -> Claims:
         """For a copy of the core, whose timers, outcome and current connection these are."""
         other = type(self)(self._limits, timers, outcome)
         other.link = link if self.link is not None else None

@@ -27,7 +27,7 @@ from statemachine.failures import (
     ReadNeverEnded,
     is_transport_lost,
 )
-from statemachine.kernel import Effect, Event, Machine, ProtocolError
+from statemachine.kernel import Event, Machine, ProtocolError
 from statemachine.lease import LeaseName
 from statemachine.outcome import Outcome
 from statemachine.remote_engine.claims import ASSUMED_OVER, LEFT, RESTARTED, Claim, Claims
@@ -42,6 +42,7 @@ from statemachine.remote_engine.messages import (
     Connected,
     ConnectFailed,
     Crashed,
+    EngineEffect,
     EngineLimits,
     FromEngine,
     HoldAnswered,
@@ -77,6 +78,8 @@ from statemachine.trace import Observer
 
 ATTEMPTS_PER_LEASE = 6
 """Handshakes with an engine that is away, to say releases."""
+FAILURES_ALIKE = 8
+"""For the explorer: from so many attempts on that failed in a row, pauses are taken to be alike."""
 
 
 class RemoteEngine:
@@ -116,7 +119,7 @@ class RemoteEngine:
         self._life: str | None = None
         self._backoff_until_ns = 0
         self._timers: Deadlines[TimerKey] = Deadlines()
-        self._outcome = Outcome(observe)
+        self._outcome: Outcome[EngineEffect] = Outcome(observe)
         self._outcome.steps.append(("peer", engine_id, None, None, self._peer))
         self._connections = Connections()
         self._claims = Claims(limits, self._timers, self._outcome)
@@ -126,7 +129,7 @@ class RemoteEngine:
     def next_deadline(self) -> int | None:
         return earliest(self._timers.next_ns(), self._claims.dues.next_ns())
 
-    def advance(self, now_ns: int) -> list[Effect]:
+    def advance(self, now_ns: int) -> list[EngineEffect]:
         """Do what is due. One deadline at a time: if one raises, the others stay due."""
         while (key := self._timers.take_due(now_ns)) is not None:
             self._fire(key, now_ns)
@@ -134,7 +137,7 @@ class RemoteEngine:
         self._claims.send_due(now_ns)
         return self._outcome.take(now_ns)
 
-    def handle(self, event: Event, now_ns: int) -> list[Effect]:
+    def handle(self, event: Event, now_ns: int) -> list[EngineEffect]:
         """Take one event in; returns what to do, in order."""
         match event:
             case ReadEnded():
@@ -313,7 +316,8 @@ class RemoteEngine:
         if self._claims.is_consumed(event.lease):
             return
         self.address = event.address
-        self._claims.want(event.lease, event.request_id, now_ns, now_ns)
+        claim = self._claims.want(event.lease, event.request_id, now_ns, now_ns)
+        claim.is_kept = claim.is_kept or event.keeps_lease
         self._claims.leave(event.lease, event.request_id, now_ns)
 
     def _await_peer(self, request_id: str, now_ns: int) -> None:
@@ -860,10 +864,11 @@ class RemoteEngine:
         return other
 
     def freeze(self, now_ns: int) -> Hashable:
-        """Equal for two cores that behave alike from `now_ns` on. Times are relative to it."""
+        """Equal for two cores that behave alike from `now_ns` on, but for the jitter of the longest pauses. Times are
+        relative to it."""
         return (
             self.address,
-            self._peer,
+            msgspec.structs.replace(self._peer, failures=min(self._peer.failures, FAILURES_ALIKE)),
             self._departure.state,
             tuple((now_ns - came_ns, event) for came_ns, event in self._parked),
             self._life,

@@ -86,11 +86,13 @@ class Started(Event, frozen=True, kw_only=True):
 
 
 class ReleaseUnread(Event, frozen=True, kw_only=True):
-    """Nothing has to be read for it (full prefix hit, or it ended before it was scheduled). Nothing is reported."""
+    """Nothing has to be read for it (full prefix hit, or it ended before it was scheduled), or nothing can be (it was
+    turned away before it came here; then `keeps_lease` as in Started). Nothing is reported."""
 
     request_id: str
     lease: LeaseName
     address: Address
+    keeps_lease: bool = False
     message: Any = None
 
 
@@ -366,3 +368,22 @@ class NoteLeaving(Effect, frozen=True, kw_only=True):
 
 class NoteHandshakeFailure(Effect, frozen=True, kw_only=True):
     """A handshake failed that requests wait for; said once, however many they are."""
+
+
+EngineEffect: TypeAlias = (
+    StartHandshake
+    | ResolveBlocks
+    | PostReads
+    | CheckRead
+    | TearDown
+    | SendHold
+    | SendRelease
+    | SendHeartbeat
+    | NotifyReleases
+    | Report
+    | LiftQuarantine
+    | PassToSuccessor
+    | NoteLeaving
+    | NoteHandshakeFailure
+)
+"""What the core of one prefill engine may have its executor do."""

@@ -148,6 +148,7 @@ CONTENTS = ("nothing", "its own KV", "foreign KV", "what nobody has lent")
 # A request on D: in nobody's hand, in the queue, started, or it will not come (any more).
 ABROAD, QUEUED, STARTED, OFF = range(4)
 NO_COMMAND, ANNOUNCE, START, NEED_NOTHING, ABORT, LET_GO, NEED_NOTHING_AND_LET_GO, ABORT_AND_LET_GO = range(8)
+TURN_AWAY = 8
 _LAST = {NEED_NOTHING: NEED_NOTHING_AND_LET_GO, ABORT: ABORT_AND_LET_GO}
 """What is said of a request that is the last one to want its lease."""
 COMMANDS = (
@@ -159,6 +160,7 @@ COMMANDS = (
     "has ended, and its lease is let go of",
     "needs nothing, and its lease is let go of",
     "is aborted, and its lease is let go of",
+    "is turned away",
 )
 UNREPORTED, REPORTED, QUARANTINED = range(3)
 
@@ -179,8 +181,9 @@ FREED_BY_CRASH = 2
 UNANSWERED_MAX = 3
 """Handshakes in a row that fail because P hangs; the next one lasts until it goes on. The back-off grows no more."""
 
-# P stays, is to end, is to end and takes its time, has ended and nobody has taken its place.
-STAYS, LEAVES, LINGERS, LEFT = range(4)
+# P stays, is to end, is to end and takes its time, has ended and nobody has taken its place, is to end at once.
+STAYS, LEAVES, LINGERS, LEFT, STOPS = range(5)
+IS_TO_END = (LEAVES, LINGERS, STOPS)
 
 RESTING = (peer.State.IDLE, peer.State.READY, peer.State.GONE)
 """In every other state a connection is on its way to one of these."""
@@ -514,7 +517,7 @@ class Rules:
                 f"lease {lease} is held by rank {rank} of P" for rank, each in enumerate(lent.ranks) if not each.freed
             ]
         found += [f"{MESSAGES[message.kind]} is on its way" for message in (*world.mail, *world.parked)]
-        if world.leaving in (LEAVES, LINGERS):
+        if world.leaving in IS_TO_END:
             found.append("P has not ended")
         for core, number in enumerate(world.cores):
             if number == DEAD:
@@ -837,6 +840,9 @@ class Rules:
             found.append(Choice(f"request {request} starts", 0, _of(Turn.order, request, STARTED, START)))
             if not asked.is_slow:
                 found.append(Choice(f"request {request} is long in coming", 1, _of(Turn.delay_request, request)))
+        if self.product.keeps and asked.stage in (ABROAD, QUEUED):
+            said = f"request {request} starts and is turned away"
+            found.append(Choice(said, 1, _of(Turn.order, request, STARTED, TURN_AWAY)))
         if self.product.aborts:
             if asked.stage == QUEUED:
                 said = f"request {request} needs nothing"
@@ -937,7 +943,8 @@ class Rules:
                         found.append(Choice(f"{said} late", 1, _of(Turn.delay_grant, lease, rank)))
         if self.product.leaves and world.leaving == STAYS and world.life == 1:
             found.append(Choice("P is told to leave", 1, Turn.leave))
-        if world.leaving in (LEAVES, LINGERS) and self.may_end(world):
+            found.append(Choice("P is told to stop", 1, Turn.stop_peer))
+        if world.leaving in IS_TO_END and self.may_end(world):
             found.append(Choice("P ends, as it had said", 0, Turn.end_peer))
             found.append(Choice("P ends, as it had said, and another one takes its place", 0, Turn.replace_peer))
             if world.leaving == LEAVES:
@@ -967,7 +974,7 @@ class Rules:
     def _is_anything_expected(self, world: World) -> bool:
         return (
             EXPECTED in world.handshakes
-            or (world.leaving == LEAVES and self.may_end(world))
+            or (world.leaving in (LEAVES, STOPS) and self.may_end(world))
             or any(each.grant == EXPECTED for lent in world.leases for each in lent.ranks)
             or any(
                 not asked.is_slow and (asked.stage in (ABROAD, QUEUED) or self.is_unheard(asked))
@@ -1444,7 +1451,7 @@ class Turn:
         core, request_id = self._core_of(request, rank), self._rules.request_ids[request]
         lease = self._rules.name_of(request)
         self._set_part(request, rank, command=NO_COMMAND, is_late=False, age_ns=0)
-        if part.command in (ANNOUNCE, START):
+        if part.command in (ANNOUNCE, START, TURN_AWAY):
             self.bereaved = _put(self.bereaved, core, False)
         if part.command == ANNOUNCE:
             self.feed(core, Announced(request_id=request_id, lease=lease, address="host", age_ns=part.age_ns))
@@ -1457,6 +1464,11 @@ class Turn:
                 keeps_lease=self._product.keeps,
             )
             self.feed(core, started)
+        elif part.command == TURN_AWAY:  # by the roster
+            self._set_part(request, rank, report=REPORTED)
+            keeps_lease = self._product.keeps
+            unread = ReleaseUnread(request_id=request_id, lease=lease, address="host", keeps_lease=keeps_lease)
+            self.feed(core, unread)
         elif part.command in (NEED_NOTHING, NEED_NOTHING_AND_LET_GO):
             self.feed(core, ReleaseUnread(request_id=request_id, lease=lease, address="host"))
         elif part.command in (ABORT, ABORT_AND_LET_GO):
@@ -1602,7 +1614,9 @@ class Turn:
         connection = self._rules.connection(self.world(), core, number)
         self._set_connection(core, number, loss=NOTHING, is_suspect=True)
         is_the_last = number == self.connects[core] and not self.handshakes[core]
-        if connection.is_told and is_the_last:
+        kept = self._shelf.core(self.cores[core])
+        # One that was abandoned has ended before.
+        if connection.is_told and is_the_last and isinstance(kept, RemoteEngine) and kept.is_connected:
             self.bereaved = _put(self.bereaved, core, True)
         self.feed(core, LinkLost(connection=number, detail="reset"))
 
@@ -1657,11 +1671,21 @@ class Turn:
         for rank in range(self._product.prefill_ranks):
             self.feed(self._rules.decode_cores + rank, lending.Leave(reply_to=None, grace_ns=LEAVING_GRACE_NS))
 
+    def stop_peer(self) -> None:
+        """It has no grace period, and breaks its promises as if it had crashed."""
+        self.leaving, self.leaving_ns = STOPS, LEAVING_GRACE_NS
+        for rank in range(self._product.prefill_ranks):
+            self.feed(self._rules.decode_cores + rank, lending.Leave(reply_to=None, grace_ns=0))
+
     def linger(self) -> None:
         self.leaving = LINGERS
 
     def end_peer(self) -> None:
         """Nobody takes its place. What is still lent is lost, and must not have been promised for longer."""
+        if self.leaving == STOPS:
+            self.crash_peer()
+            self.leaving = LEFT
+            return
         for lease, lent in enumerate(self.leases):
             for rank, each in enumerate(lent.ranks):
                 if not each.freed and each.promised_ns > 0:

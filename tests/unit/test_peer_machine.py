@@ -143,20 +143,15 @@ def test_a_suspect_connection_drains_before_it_is_torn_down() -> None:
 @pytest.mark.parametrize(
     "events", [(Wanted(), ReadsDrained(), TornDown()), (ReadsDrained(), Wanted(), Wanted(), TornDown())]
 )
-def test_who_wants_a_peer_that_is_given_up_waits_for_the_new_connection(events: tuple[Event, ...]) -> None:
-    peer, effects = run(READY, SUSPECT, *events, HandshakeSucceeded())
-    assert peer.state is State.READY
+def test_a_peer_that_is_given_up_is_connected_anew_when_it_is_torn_down(events: tuple[Event, ...]) -> None:
+    peer, effects = run(READY, SUSPECT, *events)
     # Torn down first: the same agent can be added only after it was removed.
-    assert effects == [DrainReads(), TearDown(), StartHandshake(), AnnounceReady()]
-
-
-def test_a_wish_is_forgotten_once_it_was_answered() -> None:
-    rebuilt, _ = run(READY, SUSPECT, Wanted(), ReadsDrained(), TornDown(), HandshakeSucceeded())
-    peer, effects = run(rebuilt, SUSPECT, ReadsDrained(), TornDown())
     assert (peer.state, effects) == (State.IDLE, [DrainReads(), TearDown()])
+    peer, effects = run(peer, Wanted(), HandshakeSucceeded())
+    assert (peer.state, effects) == (State.READY, [StartHandshake(), AnnounceReady()])
 
 
-REBUILT = (LOST_UNUSED, Wanted(), ReadsDrained(), TornDown(), HandshakeSucceeded())
+REBUILT = (LOST_UNUSED, ReadsDrained(), TornDown(), Wanted(), HandshakeSucceeded())
 """A connection that was of no use is lost, and another one takes its place."""
 
 
@@ -175,7 +170,7 @@ def test_the_second_connection_in_a_row_that_was_of_no_use_is_rebuilt_after_a_de
 
 
 def test_a_connection_that_was_of_use_is_rebuilt_at_once_however_many_were_not_before_it() -> None:
-    peer, _ = run(READY, *REBUILT, SUSPECT, Wanted(), ReadsDrained(), TornDown(), HandshakeSucceeded(), *REBUILT)
+    peer, _ = run(READY, *REBUILT, SUSPECT, ReadsDrained(), TornDown(), Wanted(), HandshakeSucceeded(), *REBUILT)
     assert peer.state is State.READY
 
 
@@ -228,7 +223,7 @@ def test_a_retiring_peer_whose_reads_never_end_is_gone_and_its_connection_abando
 @pytest.mark.parametrize("events", [(), (ReadsDrained(),)])
 def test_a_retiring_peer_takes_no_more_requests(events: tuple[Event, ...]) -> None:
     retiring, _ = run(READY, Retired(), *events)
-    assert run(retiring, Wanted()) == (retiring, [AnnounceFailed(failure=RETIRED)])
+    assert run(retiring, Wanted()) == (retiring, [])
 
 
 @pytest.mark.parametrize(("result", "told"), [(FAILED, SILENT), (INCOMPATIBLE, UNLIKE)])
@@ -253,10 +248,10 @@ def test_retired_during_a_handshake_that_succeeds_bears_reads_that_never_end() -
 
 
 @pytest.mark.parametrize("drained", [(), (ReadsDrained(),)])
-def test_retired_while_given_up_answers_who_waits_for_the_rebuilt_connection(drained: tuple[Event, ...]) -> None:
-    waited_for, _ = run(READY, SUSPECT, Wanted(), *drained)
-    peer, effects = run(waited_for, Retired())
-    assert effects == [AnnounceFailed(failure=RETIRED)]
+def test_retired_while_given_up_it_is_not_rebuilt(drained: tuple[Event, ...]) -> None:
+    given_up, _ = run(READY, SUSPECT, Wanted(), *drained)
+    peer, effects = run(given_up, Retired())
+    assert effects == []
     rest = (TornDown(),) if drained else (ReadsDrained(), TornDown())
     assert run(peer, *rest)[0].state is State.GONE
 
@@ -274,7 +269,8 @@ _BACKING_OFF = (State.BACKOFF, State.INCOMPATIBLE)
 
 
 class PeerUnderLawfulShell(RuleBasedStateMachine):
-    """A shell that keeps its promises: one result per handshake, no request for a peer that is gone."""
+    """A shell that keeps its promises: one result per handshake, no request for a peer that is gone. Who waits while a
+    connection is given up wants the next one when it is torn down, or is told that there will be none."""
 
     @initialize()
     def start(self) -> None:
@@ -323,6 +319,7 @@ class PeerUnderLawfulShell(RuleBasedStateMachine):
     def want(self) -> None:
         self.unanswered = True
         self.feed(Wanted())
+        self.tell_who_waits()
 
     @precondition(lambda self: self.handshakes_open)
     @rule()
@@ -347,6 +344,12 @@ class PeerUnderLawfulShell(RuleBasedStateMachine):
     def is_torn_down(self) -> None:
         self.connections_open -= 1
         self.feed(TornDown())
+        if self.unanswered and self.peer.state is State.IDLE:
+            self.feed(Wanted())
+
+    def tell_who_waits(self) -> None:
+        if self.retired and self.peer.state in (State.DRAINING, State.DISCONNECTING):
+            self.unanswered = False
 
     @rule(event=st.sampled_from([SUSPECT, LOST_UNUSED, QuiesceTimeout(), BackoffElapsed()]))
     def news_or_timer_comes(self, event: Event) -> None:
@@ -357,6 +360,7 @@ class PeerUnderLawfulShell(RuleBasedStateMachine):
     def retire(self) -> None:
         self.retired = True
         self.feed(Retired())
+        self.tell_who_waits()
 
     @invariant()
     def a_handshake_is_open_exactly_while_handshaking(self) -> None:

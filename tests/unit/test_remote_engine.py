@@ -1075,7 +1075,7 @@ def test_who_waits_for_a_successor_that_will_not_come_is_told() -> None:
     drive = connected()
     drive.feed(Retire())
     assert drive.start("a") == []
-    assert drive.feed(Stop(failure=STOPPED)) == [failed("a", PeerRetired(peer="p"))]
+    assert drive.feed(Stop(failure=STOPPED)) == [failed("a", STOPPED)]
 
 
 def test_nobody_waits_for_the_successor_of_an_engine_whose_connection_stays() -> None:

@@ -227,6 +227,20 @@ def test_a_request_that_lacks_a_proof_asks_at_once_and_not_for_ever() -> None:
     assert isinstance(report.failure, LeaseNotProven)
 
 
+def test_a_proof_that_is_missing_is_asked_of_each_rank_that_has_not_given_it() -> None:
+    executor = reading(ranks=2)
+    executor.take(SendHold)
+    executor.now_ns += 10 * MS
+    for rank in range(2):
+        executor.read("r", rank)
+    assert [each.rank for each in executor.take(SendHold)] == [0, 1]
+    executor.held(executor.now_ns, 30_000 * MS, rank=0)
+    assert not executor.take(Report)
+    executor.held(executor.now_ns, 30_000 * MS, rank=1)
+    (report,) = executor.take(Report)
+    assert report.failure is None
+
+
 @pytest.mark.parametrize(("connection", "sent_ns"), [(2, 1_000 * MS), (1, 1_000_000 * MS)])
 def test_answers_of_another_connection_or_to_a_question_of_the_future_prove_nothing(
     connection: int, sent_ns: int

@@ -269,6 +269,19 @@ def test_who_was_retired_and_would_not_end_is_recalled_and_needs_room() -> None:
     assert drive.ask(A) == [HandOver(key=A, message="r")]
 
 
+def test_who_was_recalled_at_another_place_is_replaced_by_nobody_at_the_old_one() -> None:
+    drive = Driver()
+    drive.ask(A, place="old:1")
+    drive.ask(B, place="old:1")
+    assert drive.connect(B, "old:1") == [Retire(key=A)]
+    drive.members[A].may_be_recalled = True
+    assert drive.ask(A, place="new:1") == [Recall(key=A, message="r"), HandOver(key=A, message="r")]
+    assert drive.connect(B, "old:1") == []
+    for each in (A, B):
+        drive.tell(Ended(key=each))
+    assert drive.roster._at_place == {}
+
+
 def test_other_engines_at_the_place_of_one_that_has_answered_are_retired() -> None:
     drive = Driver()
     for each in (A, B, C, key("a", 2)):

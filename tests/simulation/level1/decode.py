@@ -12,12 +12,12 @@ same blocks, so a READ that still writes into them is caught by their bytes too.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, assert_never
 
 from statemachine import remote_engine as core
 from statemachine import roster
 from statemachine.failures import BadParams, Failure, TransferError
-from statemachine.kernel import Effect, Event
+from statemachine.kernel import Event
 from statemachine.lease import LeaseName
 from statemachine.roster import PeerKey
 from tests.simulation.faults import Fault, Kind
@@ -639,14 +639,17 @@ class DecodeRank:
     def need_nothing(self, pull: Pull) -> None:
         reader = self._reader(pull, is_awaited=False)
         if reader is not None:
-            reader.deliver(
-                core.ReleaseUnread(
-                    request_id=pull.request_id,
-                    lease=pull.lease,
-                    address=pull.prompt.engine.name,
-                    message=(self.need_nothing, pull),
-                )
+            self._tell_unread(reader, pull)
+
+    def _tell_unread(self, reader: Reader, pull: Pull) -> None:
+        reader.deliver(
+            core.ReleaseUnread(
+                request_id=pull.request_id,
+                lease=pull.lease,
+                address=pull.prompt.engine.name,
+                message=(self.need_nothing, pull),
             )
+        )
 
     def abort(self, pull: Pull) -> None:
         reader = self.tell_roster(roster.AbortAsked(request_id=pull.request_id, message=pull))
@@ -677,7 +680,7 @@ class DecodeRank:
         """It is some time later."""
         self._carry_out(self._roster.advance(self._heap.now_ns))
 
-    def _carry_out(self, effects: list[Effect]) -> Reader | None:
+    def _carry_out(self, effects: list[roster.RosterEffect]) -> Reader | None:
         found: Reader | None = None
         for effect in effects:
             match effect:
@@ -691,6 +694,12 @@ class DecodeRank:
                     self.readers[key].deliver(core.Recall(address=pull.prompt.engine.name))
                 case roster.Refuse(message=pull, ended=ended):
                     self.life.hear_report(pull, self.number, ended.failure, is_quarantined=False)
+                case roster.TellUnread(key=key, message=pull):
+                    self._tell_unread(self.readers[key], pull)
+                case roster.NoteQuarantine():
+                    pass  # for people
+                case _:
+                    assert_never(effect)
         return found
 
     def forget(self, reader: Reader) -> None:

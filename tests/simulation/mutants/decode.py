@@ -67,6 +67,12 @@ PROOF = (
         place=Explored(within(KEPT, 1), "invariant 3"),
     ),
     Mutant(
+        name="lease let go of with who is turned away",
+        broken="a lease that is to be kept is released when the request that says so is turned away by the roster",
+        changes=(Edit(RemoteEngine._release_unread, "claim.is_kept or event.keeps_lease", "claim.is_kept"),),
+        place=Explored(within(KEPT, 1), "invariant 3"),
+    ),
+    Mutant(
         name="lease kept for good",
         rule="kept for the scheduler",
         broken="that the scheduler lets go of a lease is not heard",
@@ -160,6 +166,13 @@ PROOF = (
         broken="a request that lacks a proof waits for the next renewal instead of asking now",
         changes=(Edit(Claims.ask_for_proof, "self.dues.set((lease, rank), now_ns)", "pass"),),
         place=ByTest(CORE + "::test_a_request_that_lacks_a_proof_asks_at_once_and_not_for_ever"),
+    ),
+    Mutant(
+        name="proof asked of one rank alone",
+        rule="asked once more",
+        broken="a request that lacks proofs asks P's first rank, and waits for the renewals of the others",
+        changes=(Edit(Claims.ask_for_proof, "range(self._ranks)", "range(1)"),),
+        place=ByTest(CORE + "::test_a_proof_that_is_missing_is_asked_of_each_rank_that_has_not_given_it"),
     ),
     Mutant(
         name="ends without a word",
@@ -950,7 +963,7 @@ PEERS = (
                 peer._tear_down,
                 "return msgspec.structs.replace(peer, state=State.DISCONNECTING), (TearDown(),)",
                 "after, effects = msgspec.structs.replace(peer, state=State.DISCONNECTING), (TearDown(),)\n"
-                "    return after, (*effects, StartHandshake()) if peer.is_wanted else effects",
+                "    return after, (*effects, StartHandshake())",
             ),
         ),
         place=ByTest(CORE + "::test_a_connection_that_is_given_up_is_torn_down_before_the_next_handshake"),
@@ -1083,10 +1096,7 @@ PEERS = (
         rule="who waits is told",
         row=47,
         broken="who waits while a connection is given up is not given the next one",
-        changes=(
-            Edit(peer._disconnect, "if peer.is_wanted:", "if False:"),
-            Edit(RemoteEngine._follow_up, "if self._peer.state is peer.State.IDLE and", "if False and"),
-        ),
+        changes=(Edit(RemoteEngine._follow_up, "if self._peer.state is peer.State.IDLE and", "if False and"),),
         place=ByTest(CORE + "::test_what_was_proven_over_one_connection_is_not_over_the_next"),
     ),
     Mutant(
@@ -1148,7 +1158,6 @@ PEERS = (
                 "self._announce_failed(PeerRetired(peer=self.engine_id), now_ns)",
                 "pass",
             ),
-            Edit(peer._want_later, "return peer, (AnnounceFailed(failure=peer.failure),)", "return peer, NO_EFFECTS"),
         ),
         place=ByTest(CORE + "::test_an_engine_that_is_given_up_takes_nobody_and_is_finished"),
     ),
@@ -1204,7 +1213,7 @@ PEERS = (
         rule="who waits is told",
         row=76,
         broken="the handshake that a crash of the executor has ended is waited for",
-        changes=(Edit(RemoteEngine.handle, "self._fail_handshake(refused, now_ns, is_awaited=is_awaited)", "pass"),),
+        changes=(Edit(RemoteEngine.handle, "self._fail_handshake(crash, now_ns, is_awaited=is_awaited)", "pass"),),
         place=ByTest(CORE + "::test_a_crash_fails_what_was_in_hand_and_the_handshake_with_it"),
     ),
     Mutant(

@@ -14,7 +14,7 @@ from connector.ports.nixl_agent import RealNixlPort
 from connector.ports.nixl_agent.core import AgentCore
 from connector.ports.nixl_agent.looks import Looks
 from connector.ports.zmq_bridge import ZmqRequester
-from connector.runtime import connections, handshake, lease_keeper, peer_actor, restarts
+from connector.runtime import connections, effects, handshake, lease_keeper, peer_actor, restarts
 from connector.runtime.connections import Connections
 from connector.runtime.deferred_commands import DeferredCommands
 from connector.runtime.lease_keeper import LeaseKeeper
@@ -194,7 +194,7 @@ ACTORS = (
         name="an effect that raises costs the others",
         row=31,
         broken="when an effect raises, those behind it are not carried out",
-        changes=(Edit(PeerActor._carry_out, "crash = crash or error", "raise error"),),
+        changes=(Edit(PeerActor._carry_out, "errors.append(error)", "raise error"),),
         place=ByTest("tests/actors/test_peers.py::test_an_effect_that_raises_costs_no_other"),
     ),
     Mutant(
@@ -645,9 +645,7 @@ KEEPER = (
         name="an end that raises costs the others",
         row=76,
         broken="an effect that raises costs the effects behind it",
-        changes=(
-            Edit(LeaseKeeper._step, '            self._log_crash("lease keeper", error)\n', "            raise\n"),
-        ),
+        changes=(Edit(effects.carry_out, "on_error(error)", "raise error"),),
         place=ByTest("tests/unit/test_lease_keeper.py::test_a_crash_with_one_effect_costs_no_other"),
     ),
     Mutant(

@@ -7,9 +7,10 @@ from connector.scheduler.draining import SchedulerDraining
 from statemachine import departure, draining, grant, introduction
 from statemachine.lending import Lending
 from statemachine.remote_engine import RemoteEngine
+from statemachine.remote_engine.claims import Claims
 from tests.simulation.faults import Kind
-from tests.simulation.mutants.mutant import ByTest, Edit, Mutant, Seeds, fault
-from tests.simulation.mutants.places import LENDING
+from tests.simulation.mutants.mutant import ByTest, Edit, Explored, Mutant, Seeds, fault
+from tests.simulation.mutants.places import LEAVES, LENDING, within
 
 SCHEDULER = "tests/unit/test_connector_scheduler.py"
 LEAVING = "tests/unit/test_leaving_engine.py"
@@ -103,6 +104,22 @@ MUTANTS = (
         broken="an engine that does not fit, in the place of one that left, is told as the departure of that one",
         changes=(Edit(RemoteEngine._fail_handshake, "Incompatible | BadParams | NotAllowed", "Incompatible"),),
         place=ByTest(LEAVING + "::test_what_does_not_fit_in_its_place_says_so"),
+    ),
+    Mutant(
+        name="held after the end",
+        broken="a hold that overtakes the grant is promised something by an engine that is to end at once",
+        changes=(
+            Edit(
+                Lending._hold, "machine.State.COMPUTING and deadline_ns <= now_ns", "machine.State.COMPUTING and False"
+            ),
+        ),
+        place=Explored(within(LEAVES, 2), "Lending raises"),
+    ),
+    Mutant(
+        name="what was lost with an engine is wanted by whoever names it",
+        broken="D connects an engine that is gone because a request in its queue has ended",
+        changes=(Edit(Claims.want, "lease not in self._wanted and claim.gone is None", "lease not in self._wanted"),),
+        place=Explored(within(LEAVES, 2), "invariant 10"),
     ),
     Mutant(
         name="what is announced of an engine that left is wanted",

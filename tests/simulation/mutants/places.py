@@ -23,6 +23,7 @@ SUPERVISED = Product(
 TWO_NAMES = Product(
     name="two requests, one lease, one name without its number", requests=((0, 0), (0, 0)), unnumbered=(1,)
 )
+LEAVES = Product(name="P leaves, two requests, one lease", requests=((0, 0), (0, 0)), leaves=True)
 BUILTIN = Product(name="built-in P", requests=((0, 0), (0, 1)), is_builtin=True)
 
 

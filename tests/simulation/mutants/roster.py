@@ -28,6 +28,12 @@ MUTANTS = (
         place=level2("leaks", *REPLACEMENTS),
     ),
     Mutant(
+        name="who is recalled is looked for at its old place",
+        broken="a member that was recalled is retired when another engine answers where it was before",
+        changes=(Edit(Roster._hand_over, "self._forget(key)", "pass"),),
+        place=ByTest(ROSTER + "::test_who_was_recalled_at_another_place_is_replaced_by_nobody_at_the_old_one"),
+    ),
+    Mutant(
         name="who would not end is not recalled",
         broken="an engine that was retired while its READs hang is refused for as long as they do",
         changes=(
