@@ -56,8 +56,8 @@ def ignore_the_prefix_hit_when_counting(patch: pytest.MonkeyPatch) -> None:
 def ignore_the_prefix_hit_when_pairing(patch: pytest.MonkeyPatch) -> None:
     load = Pulls.load
 
-    def paired_from_the_start(self: Pulls, *arguments: Any) -> Any:
-        command = load(self, *arguments)
+    def paired_from_the_start(self: Pulls, *arguments: Any, **options: Any) -> Any:
+        command = load(self, *arguments, **options)
         if isinstance(command, StartPull):
             groups = tuple(msgspec.structs.replace(group, local_first=0) for group in command.groups)
             return msgspec.structs.replace(command, groups=groups)
