@@ -79,7 +79,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How long P keeps the blocks of one request in all, however often D renews the lease: a D that never reads must
     not occupy P's memory for ever. At least kv_lease_duration, which raises it where it is not set."""
     lease_margin_seconds: _SecondsOrZero = 0.05
-    """How much earlier than P's answer lets it conclude D takes a lease to end.
+    """The margin by which D takes each lease to end earlier than it concludes from P's answer.
 
     P answers for how long it keeps the blocks, and D counts that time from when it asked, so the way of the answer is
     on the safe side. The different rates of the two clocks are accounted for apart from this (a sixth of the time). The

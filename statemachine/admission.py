@@ -134,7 +134,7 @@ class Untaken(enum.Enum):
 
     NONE = enum.auto()
     SOME = enum.auto()
-    """Some were not; of each connection that had any, others were taken."""
+    """Some were not; each connection that had any has had at least one taken."""
     ALL = enum.auto()
     """Nobody is heard before the last frame of a message has been taken."""
 

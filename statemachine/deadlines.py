@@ -1,7 +1,7 @@
 """Deadlines of one core: a heap with one entry for each key.
 
 A core has one next deadline, whatever the number of things that it waits for, so its executor needs one timer. Due
-keys are taken one at a time: if handling one of them raises, the others are still there (scenario 76).
+keys are taken one at a time: if handling one of them raises, the others are still there.
 
 Setting a key again moves it. Entries that were moved or cancelled stay in the heap until they come up; the heap is
 rebuilt when they are the majority, so it never holds more than twice what lives.

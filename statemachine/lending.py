@@ -33,7 +33,7 @@ import msgspec
 
 from statemachine import lease as machine
 from statemachine.deadlines import Deadlines
-from statemachine.kernel import Effect, Event
+from statemachine.kernel import Effect, Event, ProtocolError
 from statemachine.lease import BUILTIN_READERS, HEARTBEAT_DENOMINATOR, HEARTBEAT_NUMERATOR, Lease, LeaseName
 from statemachine.outcome import Outcome
 from statemachine.trace import Observer
@@ -262,7 +262,8 @@ class Lending:
 
     def __init__(self, limits: LendingLimits, observe: Observer | None = None) -> None:
         self._limits = limits
-        # The leases that are not over. `_ended` never has a key of it: a lease that is over does not come back.
+        # The leases that are not over. `_ended` never has a key of it: a lease that is over does not come back, but for
+        # a name without a number, which means another one then.
         self._leases: dict[LeaseName, Lease] = {}
         # Why the others are over, oldest first, at most ENDED_MAX. In a plain dict the way to the oldest leads past all
         # that were deleted before it.
@@ -385,7 +386,7 @@ class Lending:
             self._outcome.effects.append(TellLeaving(reply_to=reply_to, grace_ns=max(0, self._leaves_ns - now_ns)))
 
     def _bounded(self, deadline_ns: int) -> int:
-        """What may be promised of that."""
+        """`deadline_ns`, or the end of the grace period of an engine that leaves, if that is earlier."""
         return deadline_ns if self._leaves_ns is None else min(deadline_ns, self._leaves_ns)
 
     def _release(self, asked: ReleaseAsked) -> None:
@@ -478,7 +479,9 @@ class Lending:
             self._reused.add(name.request_id)
             if before in self._leases:
                 self._step(before, machine.Superseded())
-        # The engine may lend under a name without a number again: then what was remembered of it means another one.
+        if name.number and name in self._ended:
+            # What was proven of it holds for ever.
+            raise ProtocolError("lease", self._ended[name], "Computing or Granted", "no number is given out twice")
         self._ended.pop(name, None)
         self._readers_of_expired.pop(name, None)
         self._newest[name.request_id] = name

@@ -157,7 +157,7 @@ def _regain_room(load: Load, event: RoomReturned) -> tuple[Load, Effects]:
 
 
 def _release_unread(load: Load) -> Effects:
-    """Unless it has been."""
+    """Give the lease back, unless that was done before."""
     return () if load.is_released else (ReleaseUnread(request_id=load.request_id, source=load.source), LeaveLease())
 
 

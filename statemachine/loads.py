@@ -30,9 +30,9 @@ know whether they still hold the lease. Elsewhere each of them reads, and the ra
 that nobody here wants it any more (`LetGo`): they would let go of it with the first READ that ends, of which this core
 hears later.
 
-Who comes when what is lent has served others and was let go of (is taken) computes what it does not find in the cache.
-If it has served nobody, because their loads have failed for good (`fail`) or the clients have left, the ranks tell
-whoever comes, and whether that one is computed is a matter of the policy.
+A request that comes when others have been served by the lease and have let go of it (it is taken) computes what it does
+not find in the cache. If it has served nobody, because their loads have failed for good (`fail`) or the clients have
+left, the ranks tell whoever comes, and whether that one is computed is a matter of the policy.
 """
 
 from __future__ import annotations
@@ -108,9 +108,9 @@ class Allocated(Event, frozen=True, kw_only=True):
 
 
 class StepScheduled(Event, frozen=True, kw_only=True):
-    """Whoever asks from now on asks for the next step. `is_kept`: some blocks are kept from the pool."""
+    """Whoever asks from now on asks for the next step. `blocks_are_kept`: some are kept from the pool."""
 
-    is_kept: bool
+    blocks_are_kept: bool
 
 
 class LoadEnded(Event, frozen=True, kw_only=True):
@@ -248,8 +248,8 @@ class Loads:
                 self._step(request_id, machine.LoadEnded(has_failed=has_failed))
             case Ended(request_id=request_id, has_failed=has_failed):
                 self._end(request_id, has_failed=has_failed)
-            case StepScheduled(is_kept=is_kept):
-                self._begin_step(is_kept)
+            case StepScheduled(blocks_are_kept=blocks_are_kept):
+                self._begin_step(blocks_are_kept)
             case _:
                 raise TypeError(f"{type(event).__name__} is not an event of this core")
         return self._take()
@@ -329,8 +329,8 @@ class Loads:
         self._leave_queue(request_id)
         self._step(request_id, machine.Ended(has_failed=has_failed))
 
-    def _begin_step(self, is_kept: bool) -> None:
-        if not is_kept:
+    def _begin_step(self, blocks_are_kept: bool) -> None:
+        if not blocks_are_kept:
             # Their turn may be far off; what they need is kept for them as for all whose load has failed.
             for request_id in list(self._by_state[State.WITHOUT_ROOM]):
                 self._step(request_id, machine.RoomReturned())

@@ -85,11 +85,11 @@ class HandshakeSucceeded(Event, frozen=True, kw_only=True):
 
 
 class HandshakeFailed(Event, frozen=True, kw_only=True):
-    """The attempt failed and left no trace. `is_awaited`: a request waits for it, or will; otherwise it was made to say
-    what is owed, and nobody who comes is held up by it."""
+    """The attempt failed and left no trace. `begins_backoff`: a pause follows. Not where it was made only to say what
+    is owed, nor where the port of an engine that had left refuses it."""
 
     failure: Failure
-    is_awaited: bool = True
+    begins_backoff: bool = True
 
 
 class BackoffElapsed(Event, frozen=True, kw_only=True):
@@ -184,7 +184,7 @@ def _fail(peer: Peer, event: HandshakeFailed) -> tuple[Peer, Effects]:
     failed = msgspec.structs.replace(peer, failures=failures, failure=event.failure)
     if peer.is_retiring:
         return msgspec.structs.replace(failed, state=State.GONE), (announce,)
-    if not event.is_awaited:
+    if not event.begins_backoff:
         return msgspec.structs.replace(peer, state=State.IDLE), NO_EFFECTS
     # BadParams: what the requests say of this engine is not true, and asking again will not make it so.
     is_incompatible = isinstance(event.failure, Incompatible | BadParams)

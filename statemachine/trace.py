@@ -77,7 +77,7 @@ LogSteps: TypeAlias = Callable[[str, Hashable, Any, Event | None, Any], None]
 """Told of single steps, by the fields of `StepSeen`."""
 
 Note: TypeAlias = tuple[Any, int, list[StepSeen]]
-"""Whose steps they are, when they were made, and all of them that one event, or what was due, has led to."""
+"""Of which core, when, and its steps: all that one event, or one look at its deadlines, has led to."""
 
 
 class Observer(NamedTuple):
@@ -96,7 +96,7 @@ class Observer(NamedTuple):
 
 
 class TraceSink(Protocol):
-    """Where records go. Called in the actor thread, must not raise and must not block for long."""
+    """Where records go. Called in the actors' thread, must not raise and must not block for long."""
 
     def write(self, *records: TransitionRecord) -> None:
         """In the order in which the transitions were made."""

@@ -112,8 +112,7 @@ class Silent:
 
     @property
     def is_of_asker(self) -> bool:
-        """It says where who asks stands, which keys it has, and how much it wants to know in what time. A decode engine
-        stands elsewhere, and finds out for itself whether it may speak to the engine, and knows its name."""
+        """The problem lies with the tool: its address, its keys, or its time limit. A decode engine has others."""
         return self.ran_out or self.kind in (failures.NotAllowed.__name__, failures.AddressNotResolved.__name__)
 
 

@@ -285,7 +285,7 @@ class ConnectorScheduler:
         commands, self._commands = self._commands, []
         self._stepped_ns = self._clock.now_ns()
         if self._loads.has_to_step:
-            self._follow(StepScheduled(is_kept=not self._kept.is_none))
+            self._follow(StepScheduled(blocks_are_kept=not self._kept.is_none))
         lends = self._lends
         if lends.prompts:
             lends.follow(output)

@@ -552,12 +552,11 @@ class RemoteEngine:
                 self._step_departure(departure.AttemptFailed(), now_ns, cause)
             if is_awaited:
                 self._outcome.effects.append(NoteHandshakeFailure())
-            if has_left:
-                # Where the port refuses, asking again costs nothing: no pause, in which a new process is not found.
-                is_awaited = is_awaited and not isinstance(failure, ConnectionRefused)
-            elif not is_awaited:
+            # A new process may come where one has left; while the port refuses, asking costs nothing.
+            begins_backoff = is_awaited and not (has_left and isinstance(failure, ConnectionRefused))
+            if not (is_awaited or has_left):
                 self._timers.set(("release_retry", None), now_ns + self._limits.lease_ns // ATTEMPTS_PER_LEASE)
-            self._step_peer(peer.HandshakeFailed(failure=cause, is_awaited=is_awaited), now_ns)
+            self._step_peer(peer.HandshakeFailed(failure=cause, begins_backoff=begins_backoff), now_ns)
 
     def _suspect(self, number: int, failure: Failure, now_ns: int) -> None:
         """Nothing may be read over this connection any more, if it is the current one."""

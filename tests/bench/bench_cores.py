@@ -222,7 +222,7 @@ def measure_loads(in_hand: int) -> Costs:
         clock.feed(loads.Heard(request_id=name, source=name, lease=name))
         clock.feed(loads.Asked(request_id=name, room=loads.Room.ENOUGH, pays=True))
         clock.feed(loads.Allocated(request_id=name, loads=True))
-        clock.feed(loads.StepScheduled(is_kept=False))
+        clock.feed(loads.StepScheduled(blocks_are_kept=False))
 
     for number in range(in_hand):
         begin(f"in-hand-{number}")

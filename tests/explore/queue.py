@@ -462,7 +462,7 @@ class _Turn:
         if self.setting.by_priority:
             self.waiting.sort()
         if self.core.has_to_step:
-            self.tell(StepScheduled(is_kept=self.kept > 0))
+            self.tell(StepScheduled(blocks_are_kept=self.kept > 0))
         self._carry_out()
 
 
@@ -545,7 +545,7 @@ def _require_nothing_left(world: World, core: Loads) -> None:
         if world.loading or world.unread:
             raise _Wrong(f"nothing has become of what {sorted(world.loading | world.unread)} name")
         left = core.copy()
-        left.handle(StepScheduled(is_kept=False), 0)
+        left.handle(StepScheduled(blocks_are_kept=False), 0)
         fresh = Loads(shares=True)
         fresh._taken = left._taken  # is bounded, and outlives them
         if left.freeze(0) != fresh.freeze(0):

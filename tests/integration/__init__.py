@@ -2,7 +2,8 @@
 
 What is here needs more than the actors alone (tests/actors) and less than a model (tests/e2e): who frees which block
 and when, both load-failure policies, peers that hang, die and come back, leaks over a thousand requests. The rows of
-the table of failure scenarios that a test stands for are named in its docstring ("scenario 5").
+the table of field failures (tests/simulation/README.md) that a test stands for are named in its docstring, as
+"scenario 5".
 
 Parts
     house     three engines for all tests of the session: one prefill engine, two decode engines, one for each policy

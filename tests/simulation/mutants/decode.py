@@ -1190,7 +1190,7 @@ PEERS = (
         rule="fails at once in back-off",
         row=48,
         broken="a failed attempt that nobody waits for begins a back-off, in which requests for the next engine fail",
-        changes=(Edit(peer._fail, "if not event.is_awaited:", "if False:"),),
+        changes=(Edit(peer._fail, "if not event.begins_backoff:", "if False:"),),
         place=ByTest("tests/unit/test_remote_engine.py::test_attempts_to_say_releases_hold_nobody_up"),
     ),
     Mutant(

@@ -93,7 +93,7 @@ MUTANTS = (
         changes=(
             Edit(
                 RemoteEngine._fail_handshake,
-                "is_awaited and not isinstance(failure, ConnectionRefused)",
+                "is_awaited and not (has_left and isinstance(failure, ConnectionRefused))",
                 "is_awaited",
             ),
         ),
