@@ -49,9 +49,12 @@ SEEDS ?= 100
 SEED ?= 1
 SOAK_SEEDS ?= 1
 
-.PHONY: setup demo check test parts test-all all-parts test-parts test-engines test-long test-alone upstream programs explore simulate simulate-fresh \
+.PHONY: help setup demo check test parts test-all all-parts test-parts test-engines test-long test-alone upstream programs explore simulate simulate-fresh \
         soak churn crashes oracle mutants chaos fuzz attack test-gpu prometheus bench diagrams clean
-.DEFAULT_GOAL := test
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n 's/^# \{0,1\}//p; /^$$/q' Makefile
 
 setup:
 	@$(PYTHON) .ci/setup_environment.py

@@ -16,8 +16,10 @@ import pytest
 
 from statemachine import remote_engine
 from statemachine.deadlines import Deadlines
+from statemachine.granting import Granting
 from statemachine.lease import LeaseName
 from statemachine.lending import Lending, LendingLimits
+from statemachine.loads import Loads
 from statemachine.outcome import Outcome
 from statemachine.remote_engine import EngineLimits, RemoteEngine
 from statemachine.remote_engine.claims import Claim, Claims
@@ -30,8 +32,12 @@ EVERY_CORE = {
     "_limits": "never changes",
     "_outcome": "empty between two events",
 }
-GIVEN = {"Claims": {"_timers", "_outcome"}}
-"""To a part, by the copy of the core that it is a part of."""
+GIVEN = {
+    "Claims": {"_timers", "_outcome"},
+    "Loads": {"_shares", "_effects", "queued", "loading"},
+    "Granting": {"_next_number", "_effects"},
+}
+"""To a copy, when it is made."""
 
 CORES: dict[str, tuple[Callable[[], Any], dict[str, str]]] = {
     "RemoteEngine": (
@@ -56,6 +62,30 @@ CORES: dict[str, tuple[Callable[[], Any], dict[str, str]]] = {
         {"_timers": "the core's", "_outcome": "the core's"},
     ),
     "Lending": (lambda: Lending(LENDING_LIMITS), EVERY_CORE),
+    "Loads": (
+        lambda: Loads(shares=True),
+        {
+            "_shares": "never changes",
+            "_by_state": "the loads by state",
+            "queued": "the loads in that state",
+            "loading": "the loads in that state",
+            "has_to_step": "follows from the others",
+            "_effects": "empty between two events",
+        },
+    ),
+    "Granting": (
+        lambda: Granting(1),
+        {
+            "_next_number": "no two numbers are alike, and none means anything",
+            "_accepted": "counted in `counts`",
+            "_answering": "counted in `counts`",
+            "_lent": "counted in `counts`",
+            "_not_lent": "counted in `counts`",
+            "computing": "the grants in that state",
+            "prompts": "the grants in that state",
+            "_effects": "empty between two events",
+        },
+    ),
 }
 
 
