@@ -385,7 +385,10 @@ class Supervisor:
 
     async def _run_peer(self, key: PeerKey, actor: PeerActor) -> None:
         await keep_running(f"peer actor of {key.engine_id}", actor.run, self._log_crash, actor.recover)
-        self._forget(key)
+        try:
+            self._forget(key)
+        except Exception as error:  # must not end the other actors, which are in the same nursery
+            self._log_crash("supervisor", error)
         # What arrived after its last look at the inbox goes to its successor, before what has come since of the same
         # requests and waits for the device.
         for command in actor.take_unhandled():
