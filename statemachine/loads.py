@@ -404,7 +404,6 @@ class Loads:
         other._lets_pass = self._lets_pass
         other._without_room = set(self._without_room)
         other._behind_lent_back = set(self._behind_lent_back)
-        other._behind_lent_back = set(self._behind_lent_back)
         other._leases = {name: lease.copy() for name, lease in self._leases.items()}
         other._taken = self._taken.copy()
         other.has_to_step = self.has_to_step
@@ -418,7 +417,6 @@ class Loads:
             frozenset(self._offered),
             self._lets_pass,
             frozenset(self._without_room),
-            frozenset(self._behind_lent_back),
             frozenset(self._behind_lent_back),
             frozenset((name, lease.was_tried, lease.has_served) for name, lease in self._leases.items()),
             self._taken.freeze(),
