@@ -93,6 +93,17 @@ def test_two_engines_read_from_one_lease() -> None:
     assert coverage["two engines were served from one lease"] > 50
 
 
+def test_a_lease_without_a_number_is_lost_where_it_may_be_of_the_process_before() -> None:
+    """P is back, and prompts of the new process come before D has met it."""
+    faults = [fault(Kind.CRASH_SAME_ID, "p0", 1.0, 0.2), fault(Kind.HANDSHAKE_REFUSED, "p0", 1.0, 4.0)]
+    coverage: Counter[str] = Counter()
+    for seed in range(10):
+        result = simulate(Plan(seed=seed, faults=faults))
+        assert not result.violations
+        coverage += result.coverage
+    assert coverage["a lease was lost for want of its number"] > 0
+
+
 NEVER_TAKEN = {
     # A P with the built-in connector would have to come back with ours, under its id, and lend under the same name.
     ("hold", "assumed", "HeldByPeer"),

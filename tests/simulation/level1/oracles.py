@@ -184,17 +184,19 @@ class Oracles:
 
     def _check_over(self, pull: Pull, failure: LeaseOver) -> None:
         prompt = pull.prompt
+        # Of an engine that came back nobody can tell which process lent what has no number.
+        has_restarted = failure.why == RESTARTED and prompt.engine.lives > 1 and not prompt.name_for_clients.number
         if prompt.engine.is_builtin:
             heard_ns = min(
                 each.heard_ns for each in prompt.pulls if each.decode == pull.decode and each.is_lost == pull.is_lost
             )
             latest_ns = heard_ns + (self._engine.lease_ns - self._engine.margin_ns) * 12 // 13
-            # Of a built-in engine that came back nobody can tell which process lent what.
-            has_restarted = failure.why == RESTARTED and prompt.engine.lives > 1
-            is_over = prompt.life.is_dead or has_restarted or self._heap.now_ns >= latest_ns
+            is_over = prompt.life.is_dead or self._heap.now_ns >= latest_ns
         else:
             is_over = bool(prompt.freed) or prompt.is_superseded or prompt.life.is_dead
-        if not is_over:
+        if has_restarted and not is_over:
+            self.coverage["a lease was lost for want of its number"] += 1
+        elif not is_over:
             self.complain("over", f"{pull.request_id} is told that its lease is over, and it is not")
 
     def ended(self, pull: Pull, failure: Failure | None) -> None:
