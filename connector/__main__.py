@@ -1,6 +1,6 @@
 """`python -m connector` is `nixl-actor`."""
 
-from connector.observe.cli.main import main
+from connector.tools.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -21,9 +21,9 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 
 from connector.clock import NS_PER_SECOND
+from connector.observe.clocks import Clock
 from connector.observe.history import History, Story
 from connector.observe.spans import REQUEST_SPAN, Attribute, PullTimes, exported_ns, times_of
-from connector.observe.timeline.clocks import Clock
 
 TRACER = "nixl_actor_connector"
 LEASE_SPAN = f"{REQUEST_SPAN}.lease"

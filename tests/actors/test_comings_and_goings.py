@@ -8,10 +8,10 @@ import pytest
 import trio
 
 from connector.config import ConnectorOptions
-from connector.observe.administration import AdministrationError, require_administration
-from connector.observe.asking import Address
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.protocol import ReceiveEnded, WarmedUp
+from connector.tools.administration import AdministrationError, require_administration
+from connector.tools.asking import Address
 from connector.wire.administration import (
     Leave,
     LeaveTaken,

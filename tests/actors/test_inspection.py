@@ -16,15 +16,15 @@ import pytest
 import trio
 
 from connector.config import ConnectorOptions
-from connector.observe.asking import Address
-from connector.observe.cli.tables import tables
-from connector.observe.diagnosis import diagnose
-from connector.observe.explanation import explain, find, live_of
-from connector.observe.live import Question, Survey, opened_surveyor
 from connector.ports.side_channel import ReplyAddress
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.protocol import LoadFailed, LocalPrefill, LocalPrefillsSeen, RoomFound, RoomLacking
 from connector.runtime.inspector import LISTS_KEPT, QUESTIONS_OF_ONE_MAX, QUESTIONS_WAITING_MAX
+from connector.tools.asking import Address
+from connector.tools.cli.tables import tables
+from connector.tools.diagnosis import diagnose
+from connector.tools.explanation import explain, find, live_of
+from connector.tools.live import Question, Survey, opened_surveyor
 from connector.wire.inspection import (
     ROWS_MAX,
     WHATS,

@@ -8,10 +8,10 @@ import pytest
 import trio
 
 from connector.config import ConnectorOptions
-from connector.observe.asking import tool_access
-from connector.observe.live import opened_surveyor
 from connector.ports import curve_keys
 from connector.protocol import PeerAddress
+from connector.tools.asking import tool_access
+from connector.tools.live import opened_surveyor
 from statemachine.failures import NotAllowed
 from tests.actors.engines import HOST, Engine, engine, lend_by_all, until
 from tests.actors.test_inspection import EVERYTHING, address_of

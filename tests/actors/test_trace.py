@@ -10,8 +10,8 @@ import trio
 
 from connector.config import ConnectorOptions
 from connector.observe.trace_log import open_trace_log
-from connector.observe.trace_reader import read_trace
 from connector.observe.trace_writer import TraceWriter
+from connector.tools.trace_reader import read_trace
 from tests.actors.engines import Engine, engine, until
 from tests.stalled_file import StalledFile
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from connector.config import ConnectorOptions
-from connector.observe.asking import Address
-from connector.observe.explanation import explain, find, live_of
-from connector.observe.live import Question, opened_surveyor
 from connector.protocol import AbortPull, LeaseGranted, ReceiveEnded, SumsFound
+from connector.tools.asking import Address
+from connector.tools.explanation import explain, find, live_of
+from connector.tools.live import Question, opened_surveyor
 from connector.wire.control import NO_SUMS
 from connector.wire.inspection import RequestRow
 from statemachine.failures import BadParams, ChecksumsMissing, Corrupt, Incompatible, TransferError

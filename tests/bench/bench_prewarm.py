@@ -18,8 +18,8 @@ import tempfile
 from pathlib import Path
 from typing import Literal
 
-from connector.observe.administration import meet
-from connector.observe.asking import Address
+from connector.tools.administration import meet
+from connector.tools.asking import Address
 from tests.bench.case import BLOCK_TOKENS
 from tests.bench.sides import Side
 from tests.rig import OURS, EngineOptions, EngineRig, free_port

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
-from connector.observe.asking import Address
-from connector.observe.live import EngineReport, Question, survey
+from connector.tools.asking import Address
+from connector.tools.live import EngineReport, Question, survey
 from connector.wire.inspection import EngineRow
 from tests.chaos.plan import DECODE, LEASE_SECONDS, PREFILL
 from tests.chaos.proxy import Proxy, ProxyThread

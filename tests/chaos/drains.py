@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from connector.observe.administration import AdministrationError, drain
-from connector.observe.asking import Address
+from connector.tools.administration import AdministrationError, drain
+from connector.tools.asking import Address
 from tests.chaos.cluster import DRAIN_GRACE_SECONDS, SHUTDOWN_SECONDS, Prefill
 from tests.chaos.load import Call, Usage
 from tests.chaos.plan import LEASE_SECONDS

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 import psutil
 
-from connector.observe.live import EngineReport
+from connector.tools.live import EngineReport
 from connector.wire.inspection import EngineRow, PeerRow
 from statemachine.peer import HandshakeSucceeded
 from statemachine.trace import TransitionRecord

@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx
 
 from connector.observe.catalogue import COMPLETED, ENDING_KINDS, FAILED_BY_KIND
-from connector.observe.conformance import check
-from connector.observe.trace_reader import merged, read_processes
+from connector.tools.conformance import check
+from connector.tools.trace_reader import merged, read_processes
 from tests.chaos.cluster import SOCKETS_OF_A_RECONNECTION, ChaosCluster, ConnectorName, Prefill
 from tests.chaos.drains import END_SECONDS_MAX, Disturbance, by_command, by_sigterm
 from tests.chaos.load import Load

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from connector.observe.history import History, Story, histories, matching, stories
-from connector.observe.trace_reader import read_trace
 from connector.observe.traced import TERMINAL
+from connector.tools.trace_reader import read_trace
 from statemachine.trace import TransitionRecord
 from tests.e2e.client import PrefillDecode
 from tests.e2e.engines import BLOCK_SIZE_TOKENS, OVER_TCP, EngineOptions, EngineSet

@@ -23,9 +23,9 @@ from shlex import quote
 from types import FrameType
 
 from connector.observe.history import Story, histories, matching, stories
-from connector.observe.summary import slow
-from connector.observe.timeline.export import EXPLAIN, export_html
-from connector.observe.trace_reader import read_trace
+from connector.tools.summary import slow
+from connector.tools.timeline.export import EXPLAIN, export_html
+from connector.tools.trace_reader import read_trace
 from tests.e2e.client import Answer, PrefillDecode
 from tests.e2e.engines import BLOCK_SIZE_TOKENS, ROOT, Engine, EngineFailed, EngineOptions, EngineSet
 from tests.e2e.tiny_model import tiny_llama

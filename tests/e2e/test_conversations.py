@@ -18,7 +18,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from connector.observe.cli.main import app
+from connector.tools.cli.main import app
 from tests.e2e.client import ANSWER_TOKENS, REQUEST_TRANSFER, Answer, PrefillDecode
 from tests.e2e.cluster import HANDSHAKE_TIMEOUT_SECONDS, SETTLE_SECONDS, Room, Traces
 from tests.e2e.engines import BLOCK_SIZE_TOKENS, LOOPBACK, EngineOptions, EngineSet, free_port

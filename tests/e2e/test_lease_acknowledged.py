@@ -17,8 +17,8 @@ import httpx
 import pytest
 
 from connector.observe.catalogue import RENEWALS
-from connector.observe.trace_reader import read_trace
 from connector.observe.traced import TERMINAL
+from connector.tools.trace_reader import read_trace
 from statemachine.trace import TransitionRecord
 from tests.e2e.client import CALL_TIMEOUT_SECONDS, Client, PrefillDecode
 from tests.e2e.cluster import Room, blocks_of, prompt, wait_for

@@ -22,10 +22,10 @@ import vllm
 
 from connector import DISTRIBUTION
 from connector.observe import catalogue as c
-from connector.observe.administration import require_administration
-from connector.observe.asking import Address
 from connector.ports.gate import ANYBODY
 from connector.ports.zmq_bridge import ZmqSideChannel
+from connector.tools.administration import require_administration
+from connector.tools.asking import Address
 from connector.versions import NIXL, shown_version
 from connector.wire.control import Release, Released, decode_answer, encode_request
 from statemachine.lease import LeaseName

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from connector.observe.cli.main import app
+from connector.tools.cli.main import app
 from tests.e2e.client import REQUEST_TRANSFER, Answer, Client
 from tests.e2e.cluster import HANDSHAKE_TIMEOUT_SECONDS, prompt, small_options, wait_for
 from tests.e2e.engines import LOOPBACK, Engine, EngineSet

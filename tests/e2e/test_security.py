@@ -13,7 +13,7 @@ import pytest
 import zmq
 from typer.testing import CliRunner
 
-from connector.observe.cli.main import app
+from connector.tools.cli.main import app
 from connector.wire.handshake import encode_request
 from tests.e2e.client import PrefillDecode
 from tests.e2e.cluster import HANDSHAKE_TIMEOUT_SECONDS, Room, Traces, prompt, small_options, wait_for

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from connector.observe.history import Story, histories, matching, stories
-from connector.observe.trace_reader import read_trace
+from connector.tools.trace_reader import read_trace
 from statemachine.trace import TransitionRecord
 from tests.e2e.trace_table import Row, milliseconds, render
 

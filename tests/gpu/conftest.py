@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from connector.observe.ucx_devices import READS_WITHOUT_NVLINK
+from connector.tools.ucx_devices import READS_WITHOUT_NVLINK
 from tests.gpu.device_memory import use
 from tests.gpu.prefill_ranks import PrefillProcess
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from connector.observe.trace_reader import read_trace
+from connector.tools.trace_reader import read_trace
 from statemachine.trace import TransitionRecord
 from tests.plain_paths import LEASE_PATHS_PLAIN, REQUEST_PATHS_PLAIN
 

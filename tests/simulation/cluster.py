@@ -28,10 +28,10 @@ from trio.testing import MockClock
 
 from connector.config import ConnectorOptions
 from connector.observe import catalogue
-from connector.observe.conformance import check_records
 from connector.ports.nixl import PortCounts
 from connector.runtime.mailbox import Mailbox
 from connector.runtime.restarts import RESTART_DELAY_SECONDS_MAX
+from connector.tools.conformance import check_records
 from connector.wire import control
 from connector.wire.administration import Meet
 from connector.wire.notifications import encode_release

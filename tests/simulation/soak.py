@@ -40,7 +40,7 @@ import msgspec
 import trio
 
 from connector.config import ConnectorOptions
-from connector.observe.conformance import check_records
+from connector.tools.conformance import check_records
 from statemachine import lending
 from statemachine.remote_engine import claims
 from tests.simulation.__main__ import say

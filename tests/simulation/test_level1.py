@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from connector.observe.conformance import check_records
+from connector.tools.conformance import check_records
 from statemachine import hold, lease, lending, peer, request
 from statemachine.failures import AbortedByClient, Quarantined
 from statemachine.kernel import NO_EFFECTS, Effect, Effects, Event, Machine, Pair, to

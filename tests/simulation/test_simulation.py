@@ -18,8 +18,8 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from connector.observe.timeline.export import Document
 from connector.protocol import PeerAddress, QuarantineLifted, ReceiveEnded
+from connector.tools.timeline.export import Document
 from statemachine.failures import AbortedByClient
 from statemachine.lease import LeaseName
 from tests.simulation.__main__ import main, read_plan

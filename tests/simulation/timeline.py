@@ -14,7 +14,7 @@ import msgspec
 
 from connector.clock import to_ns
 from connector.observe.history import histories, stories
-from connector.observe.timeline.export import Complaint, Fault, SimulatedRun, export_html
+from connector.tools.timeline.export import Complaint, Fault, SimulatedRun, export_html
 from statemachine.trace import TransitionRecord
 from tests.simulation.faults import Plan
 from tests.simulation.verdict import Violation

@@ -14,10 +14,10 @@ import trio
 from typer.testing import CliRunner
 
 from connector.clock import to_ns
-from connector.observe import administration
-from connector.observe.asking import Address
-from connector.observe.cli.main import app
-from connector.observe.live import Question, survey
+from connector.tools import administration
+from connector.tools.asking import Address
+from connector.tools.cli.main import app
+from connector.tools.live import Question, survey
 from connector.wire.handshake import encode_payload, encode_reply
 from connector.wire.metadata import encode_agent_metadata
 from statemachine.granting import LentCounts

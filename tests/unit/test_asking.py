@@ -11,8 +11,6 @@ import pytest
 import trio
 import trio.testing
 
-from connector.observe.asking import Address, NotAsked, advertisement
-from connector.observe.live import Question, RankReport, Surveyor
 from connector.ports.side_channel import (
     AccessRefused,
     LinkEnded,
@@ -21,6 +19,8 @@ from connector.ports.side_channel import (
     PortRefused,
     SideChannelError,
 )
+from connector.tools.asking import Address, NotAsked, advertisement
+from connector.tools.live import Question, RankReport, Surveyor
 from connector.wire.handshake import Advertisement, encode_payload, encode_reply
 from connector.wire.inspection import AnswerBuilder, Inspect, LocalPrefillRow
 from connector.wire.metadata import encode_agent_metadata

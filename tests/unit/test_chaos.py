@@ -14,8 +14,8 @@ import msgspec
 import pytest
 import zmq
 
-from connector.observe.asking import Address
-from connector.observe.live import EngineReport, RankReport
+from connector.tools.asking import Address
+from connector.tools.live import EngineReport, RankReport
 from connector.wire.inspection import EngineCounts, EngineFacts, EngineRow, PeerRow
 from statemachine.trace import TransitionRecord
 from tests.chaos.drains import COMMAND, SIGTERM, Disturbance, Drain

@@ -16,11 +16,11 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from connector.observe.asking import Address, AddressError, chosen_addresses, parse_address
-from connector.observe.cli.main import app
-from connector.observe.explanation import Live
-from connector.observe.live import EngineReport, RankReport, Survey
 from connector.observe.trace_log import open_trace_log
+from connector.tools.asking import Address, AddressError, chosen_addresses, parse_address
+from connector.tools.cli.main import app
+from connector.tools.explanation import Live
+from connector.tools.live import EngineReport, RankReport, Survey
 from connector.wire.handshake import Advertisement
 from connector.wire.inspection import EngineCounts, RecordRow, RequestRow
 from statemachine.failures import AbortedByClient
@@ -66,7 +66,7 @@ def test_why_says_when_it_ended_and_when_what_happened_began(tmp_path: Path, mon
         assert "state     reading, since 2026-09-21 19:43:21.250+05:30\n" in said
         now, ended = time.time(), [RecordRow(record=each, age_seconds=0.0) for each in pulled(at=time.time() - 53.0)]
         d = engine("D", *reversed(ended))
-        monkeypatch.setattr("connector.observe.live.look_up", lambda *_, **__: Survey([d]))
+        monkeypatch.setattr("connector.tools.live.look_up", lambda *_, **__: Survey([d]))
         said = runner.invoke(app, ["why", "abc"]).output
         (since,) = re.findall(r"state     done, since \S+ \S+, ([0-9.]+) s ago", said)
         assert 49.9 <= float(since) <= 50.0 + time.time() - now + 0.1
@@ -77,7 +77,7 @@ def test_why_says_when_it_ended_and_when_what_happened_began(tmp_path: Path, mon
 
 def test_why_says_a_long_wait_in_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
     d = engine("D", row("reading", since_seconds=1234.0, until_seconds=4000.0).row)
-    monkeypatch.setattr("connector.observe.live.look_up", lambda *_, **__: Survey([d]))
+    monkeypatch.setattr("connector.tools.live.look_up", lambda *_, **__: Survey([d]))
     said = runner.invoke(app, ["why", "abc"]).output
     assert "reading, for 20 min 34 s, waits for something, until 1 h 7 min from now at the latest\n" in said
 
@@ -294,7 +294,7 @@ def test_ps_says_of_how_many_blocks_some_are_lent(
     monkeypatch: pytest.MonkeyPatch, lent: int, pool: int, shown: str
 ) -> None:
     found = Survey([engine("P", counts=EngineCounts(lent_blocks=lent), blocks=pool)])
-    monkeypatch.setattr("connector.observe.cli.live._survey_everything", lambda *_: found)
+    monkeypatch.setattr("connector.tools.cli.live._survey_everything", lambda *_: found)
     header, row = runner.invoke(app, ["ps"]).output.splitlines()[1:3]
     begin = header.index("lent blocks")
     assert row[begin : header.index("READs")].strip() == shown
@@ -309,8 +309,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
         if next(looks, KeyboardInterrupt) is KeyboardInterrupt:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("connector.observe.cli.live._survey_everything", lambda *_: Survey([engine("D")]))
-    monkeypatch.setattr("connector.observe.cli.live.time.sleep", sleep)
+    monkeypatch.setattr("connector.tools.cli.live._survey_everything", lambda *_: Survey([engine("D")]))
+    monkeypatch.setattr("connector.tools.cli.live.time.sleep", sleep)
 
 
 @pytest.mark.usefixtures("watched")
@@ -428,7 +428,7 @@ def test_an_ipv6_address_is_said_as_it_may_be_given_again(monkeypatch: pytest.Mo
     assert address == Address("::1", 5600)
     assert parse_address(str(address)) == address
     met: list[str] = []
-    monkeypatch.setattr("connector.observe.administration.meet", lambda engine, places, **_: met.extend(places) or {})
+    monkeypatch.setattr("connector.tools.administration.meet", lambda engine, places, **_: met.extend(places) or {})
     assert runner.invoke(app, ["meet", "h:1", "[::1]:5600", "h:2"]).exit_code == 0
     assert met == ["[::1]:5600", "h:2"]
 
@@ -477,7 +477,7 @@ def with_a_silent_rank(report: EngineReport) -> EngineReport:
 
 def test_ps_shows_a_worker_that_does_not_answer_beside_one_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Survey([with_a_silent_rank(engine("decode-1"))])
-    monkeypatch.setattr("connector.observe.live.survey", lambda *_, **__: found)
+    monkeypatch.setattr("connector.tools.live.survey", lambda *_, **__: found)
     answer = runner.invoke(app, ["ps", "decode:5600"], env={"COLUMNS": "400"})
     assert answer.exit_code == 0
     lines = [line for line in answer.output.splitlines() if line.startswith("decode-1/")]
@@ -490,7 +490,7 @@ def test_why_says_which_engines_it_could_not_ask_whatever_it_has_found(monkeypat
     others = [msgspec.structs.replace(each, subject="cmpl-abcd-0-x", remote_request_id="y") for each in pulled()]
     rows = [*served, *(RecordRow(record=each, age_seconds=0.0) for each in reversed(others))]
     ill = replace(engine("ill"), address=Address("ill", 5600), ranks=(), problem="it does not answer")
-    monkeypatch.setattr("connector.observe.live.look_up", lambda *_, **__: Survey([engine("D", *rows), ill]))
+    monkeypatch.setattr("connector.tools.live.look_up", lambda *_, **__: Survey([engine("D", *rows), ill]))
     said = "ill:5600 could not be asked: it does not answer"
     for arguments, status in ((("ab",), 0), (("ab", "--failed"), 2), (("ab", "--json"), 0)):
         answer = runner.invoke(app, ["why", *arguments, "-e", "decode:5600"])
@@ -501,6 +501,6 @@ def test_why_says_which_engines_it_could_not_ask_whatever_it_has_found(monkeypat
 def test_who_names_no_address_is_told_how(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NIXL_ACTOR_ENGINES", raising=False)
     ill = replace(engine("ill"), ranks=(), problem="nothing listens there")
-    monkeypatch.setattr("connector.observe.live.look_up", lambda *_, **__: Survey([ill]))
+    monkeypatch.setattr("connector.tools.live.look_up", lambda *_, **__: Survey([ill]))
     assert "--engine HOST:PORT" in runner.invoke(app, ["why", "abc"]).output
     assert "--engine HOST:PORT" not in runner.invoke(app, ["why", "abc", "-e", "ill:5600"]).output

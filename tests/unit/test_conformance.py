@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from connector.observe.conformance import check, check_records
 from connector.observe.trace_log import open_trace_log
-from connector.observe.trace_reader import read_processes
 from connector.observe.traced import MACHINES
+from connector.tools.conformance import check, check_records
+from connector.tools.trace_reader import read_processes
 from statemachine.trace import TransitionRecord
 from tests.unit.traced_run import calm_run, faulty_run, write_run
 

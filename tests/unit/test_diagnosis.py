@@ -12,11 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 from connector.observe.advice import WHAT_TO_DO
-from connector.observe.asking import Address
-from connector.observe.cli.main import app
-from connector.observe.diagnosis import RECORDS_ASKED, Finding, diagnose, leases_to_look_for
-from connector.observe.live import EngineReport, Question, RankReport, Survey
-from connector.observe.ucx_devices import Opened, Transport
+from connector.tools.asking import Address
+from connector.tools.cli.main import app
+from connector.tools.diagnosis import RECORDS_ASKED, Finding, diagnose, leases_to_look_for
+from connector.tools.live import EngineReport, Question, RankReport, Survey
+from connector.tools.ucx_devices import Opened, Transport
 from connector.wire.handshake import Advertisement
 from connector.wire.identity import KvIdentity, LayerIdentity
 from connector.wire.inspection import (
@@ -608,7 +608,7 @@ def test_doctor_asks_for_what_the_newest_records_do_not_show(
         row = d.ranks[0].rows[0]
         return Survey([replace(d, ranks=(replace(d.ranks[0], rows=(row, *told), problem=problem),)), p])
 
-    monkeypatch.setattr("connector.observe.live.survey", survey)
+    monkeypatch.setattr("connector.tools.live.survey", survey)
     told: list[RecordRow] = [READ]
     said = CliRunner().invoke(app, ["doctor"]).output
     assert [each.match for each in asked[1] if each.what == "records"] == ["cmpl-p"]

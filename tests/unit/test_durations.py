@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from connector.observe.durations import duration, parse_duration
+from connector.tools.durations import duration, parse_duration
 
 
 @pytest.mark.parametrize(

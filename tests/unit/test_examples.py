@@ -14,7 +14,7 @@ from vllm_router.launch_router import parse_router_args
 from vllm_router.router_args import RouterArgs
 
 from connector.config import ConnectorOptions, parse_options
-from connector.observe.asking import parse_address
+from connector.tools.asking import parse_address
 from tests.unit.serve_arguments import serve_arguments, transfer_config
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"

@@ -19,15 +19,15 @@ from connector.observe.advice import (
     advice_of,
     told,
 )
-from connector.observe.asking import Address
 from connector.observe.catalogue import LOCAL_PREFILLS
-from connector.observe.course import brought_together
-from connector.observe.explanation import Case, Explanation, Live, Said, explain, explain_nothing, find
-from connector.observe.explanation.not_read import LEASE_WAITING, NOTHING_READ
-from connector.observe.explanation.rows import by_type
-from connector.observe.explanation.waiting import WAITING
-from connector.observe.live import EngineReport, RankReport, Silent
 from connector.observe.traced import QUEUED
+from connector.tools.asking import Address
+from connector.tools.course import brought_together
+from connector.tools.explanation import Case, Explanation, Live, Said, explain, explain_nothing, find
+from connector.tools.explanation.not_read import LEASE_WAITING, NOTHING_READ
+from connector.tools.explanation.rows import by_type
+from connector.tools.explanation.waiting import WAITING
+from connector.tools.live import EngineReport, RankReport, Silent
 from connector.wire.handshake import Advertisement
 from connector.wire.inspection import (
     EngineCounts,

@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from connector.observe.explanation import Live, explain, find
 from connector.observe.history import OUTCOMES, History, begins_process, deciding_rank, histories, matching, stories
 from connector.observe.spans import times_of
-from connector.observe.summary import slow, summarize
-from connector.observe.timeline.export import document
 from connector.observe.traced import TERMINAL
+from connector.tools.explanation import Live, explain, find
+from connector.tools.summary import slow, summarize
+from connector.tools.timeline.export import document
 from statemachine import hold, lease, request
 from statemachine.kernel import Machine
 from statemachine.trace import TransitionRecord

@@ -56,10 +56,10 @@ SPECS = (
 
 
 COMMAND_LINE = [
-    "connector.observe.cli.main",
-    "connector.observe.diagnosis",
-    "connector.observe.explanation",
-    "connector.observe.live",
+    "connector.tools.cli.main",
+    "connector.tools.diagnosis",
+    "connector.tools.explanation",
+    "connector.tools.live",
 ]
 """What the commands that ask running engines load: they have to start in a fraction of a second."""
 
@@ -137,15 +137,15 @@ RULES = [
         neither("connector.worker", "connector.scheduler", "connector.nixl_connector", "vllm", "torch"),
     ),
     Rule(
-        "the command line knows neither vLLM nor torch",
-        (
-            "connector/observe/cli",
-            "connector/observe/explanation",
-            "connector/observe/diagnosis",
-            "connector/observe/asking.py",
-            "connector/observe/live.py",
-        ),
+        "tools know neither vLLM nor torch",
+        ("connector/tools",),
         neither("vllm", "torch", "nixl", "connector.runtime", "connector.worker", "connector.scheduler"),
+    ),
+    Rule(
+        "no engine needs a tool",
+        ("connector", "statemachine"),
+        neither("connector.tools"),
+        ("connector/tools", "connector/__main__.py"),
     ),
     Rule(
         "product code imports neither tests nor diagrams",
@@ -318,10 +318,10 @@ def loaded_by(modules: list[str], suspects: tuple[str, ...]) -> list[str]:
         (modules_below("connector/layout"), (*HEAVY, "trio")),
         ([*modules_below("connector/wire"), "connector.protocol"], (*HEAVY, "trio", "connector.layout")),
         (modules_below("connector/runtime"), HEAVY),
-        (["connector.observe.timeline.export"], (*HEAVY, "trio", "numpy")),
+        (["connector.tools.timeline.export"], (*HEAVY, "trio", "numpy")),
         (modules_below("tests/gpu"), ("vllm", "zmq")),
         (COMMAND_LINE, ("torch", "vllm", "nixl", "nixl_cu12", "numpy", "structlog")),
-        (["connector.observe.cli.main"], (*HEAVY, "trio", "numpy")),
+        (["connector.tools.cli.main"], (*HEAVY, "trio", "numpy")),
     ],
     ids=[
         "connector",

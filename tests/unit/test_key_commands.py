@@ -11,8 +11,8 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from connector.observe.cli.main import app
 from connector.ports.curve_keys import CurveKeys
+from connector.tools.cli.main import app
 from connector.wire.signatures import ParamsKeys, parse_keys
 
 runner = CliRunner()

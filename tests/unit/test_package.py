@@ -93,7 +93,7 @@ def test_the_wheel_works_where_nothing_of_the_source_is(installed: Path) -> None
         "python",
         "-c",
         "import connector.config, connector.plugin, statemachine.remote_engine; "
-        "from connector.observe.timeline.export import document, page; "
+        "from connector.tools.timeline.export import document, page; "
         "assert len(page(document([], title='empty'))) > 50_000; "
         "print(connector.__file__); print(statemachine.__file__); "
         "print(connector.config.parse_options({}).kv_lease_duration)",

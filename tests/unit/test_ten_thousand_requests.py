@@ -22,8 +22,8 @@ from pathlib import Path
 import pytest
 
 from connector.observe.history import histories, stories
-from connector.observe.trace_reader import read_trace
 from connector.observe.traced import QUEUED
+from connector.tools.trace_reader import read_trace
 from tests.unit.browser import Browser
 from tests.unit.timeline_page import chosen, count, fill, measured_ms, middle_of
 from tests.unit.traced_run import write_runs

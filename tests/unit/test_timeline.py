@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from connector.observe.history import OUTCOMES, Story, histories, stories
-from connector.observe.timeline.export import (
+from connector.tools.timeline.export import (
     SCRIPTS,
     SHOWN,
     Complaint,
@@ -178,7 +178,7 @@ def test_ids_from_outside_cannot_end_the_element_that_they_are_in() -> None:
 
 
 def test_no_script_makes_markup_from_text() -> None:
-    folder = Path(__file__).parents[2] / "connector" / "observe" / "timeline"
+    folder = Path(__file__).parents[2] / "connector" / "tools" / "timeline"
     for name in SCRIPTS:
         source = (folder / name).read_text()
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", source)

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from connector.clock import NS_PER_SECOND
+from connector.observe.clocks import AGREES_NS, Clock, all_histories, clocks, lease_of_each_hold
 from connector.observe.history import Story, histories, stories
-from connector.observe.timeline.clocks import AGREES_NS, Clock, all_histories, clocks, lease_of_each_hold
 from statemachine.trace import TransitionRecord
 from tests.simulation.cluster import simulate
 from tests.simulation.faults import Fault, Kind, Plan

@@ -19,7 +19,7 @@ from connector.observe.history import OUTCOMES
 
 SOLID = (*OUTCOMES, "queued")
 """What a bar may be filled with: how it ended; and the wait in vLLM's queue before, whatever came of it."""
-STYLE = Path(__file__).parents[2] / "connector" / "observe" / "timeline" / "page.css"
+STYLE = Path(__file__).parents[2] / "connector" / "tools" / "timeline" / "page.css"
 APART_MIN = 15.0
 WORDS_CONTRAST_MIN = 4.5
 """Of text against its ground, by the Web Content Accessibility Guidelines, level AA."""

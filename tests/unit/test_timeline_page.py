@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from connector.observe.history import histories, stories
-from connector.observe.timeline.export import SHOWN, Complaint, Fault, SimulatedRun
+from connector.tools.timeline.export import SHOWN, Complaint, Fault, SimulatedRun
 from tests.unit.browser import Browser
 from tests.unit.timeline_load import LEASE_SECONDS, MARGIN_SECONDS, trace
 from tests.unit.timeline_page import QUEUED, chosen, count, fill, middle_of, told, with_queue, written

@@ -16,10 +16,10 @@ import pytest
 from typer.testing import CliRunner
 
 from connector.observe.advice import WHAT_TO_DO
-from connector.observe.cli.main import app
+from connector.observe.clocks import lease_of_each_hold
 from connector.observe.history import histories, stories
-from connector.observe.timeline.clocks import lease_of_each_hold
 from connector.observe.traced import QUEUED
+from connector.tools.cli.main import app
 from statemachine import lease
 from statemachine.trace import TransitionRecord
 from tests.unit.test_history import records

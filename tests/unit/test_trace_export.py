@@ -12,9 +12,9 @@ import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 from typer.testing import CliRunner
 
-from connector.observe.cli.main import app
 from connector.observe.history import histories, stories
 from connector.observe.spans import times_of
+from connector.tools.cli.main import app
 from statemachine.trace import TransitionRecord
 from tests.rig.otlp_collector import GrpcCollector, HttpCollector, ReceivedSpan, refused_endpoint
 from tests.unit.test_history import PULLED, records

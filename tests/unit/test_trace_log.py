@@ -29,16 +29,16 @@ from connector import DISTRIBUTION
 from connector.clock import BootClock
 from connector.config import ConnectorOptions
 from connector.observe import trace_log
-from connector.observe.conformance import check
-from connector.observe.explanation import Live, explain, find
 from connector.observe.history import histories, stories
 from connector.observe.log import get_logger
 from connector.observe.trace_format import SCHEMA, FileHeader, TraceFileError, TraceSchemaError, render_line
 from connector.observe.trace_log import JsonLinesSink, TraceDirectoryError, is_sampled, open_trace_log
-from connector.observe.trace_reader import read_processes, read_trace, read_trace_about, read_trace_file
 from connector.runtime.context import engine_limits
 from connector.runtime.lease_keeper import lending_limits
 from connector.runtime.recorder import Recorder
+from connector.tools.conformance import check
+from connector.tools.explanation import Live, explain, find
+from connector.tools.trace_reader import read_processes, read_trace, read_trace_about, read_trace_file
 from connector.versions import shown_version
 from statemachine import lending, remote_engine
 from statemachine.failures import HandshakeTimeout

@@ -16,11 +16,11 @@ import msgspec
 import pytest
 
 from connector.observe import trace_writer
-from connector.observe.cli.main import app
-from connector.observe.conformance import check, check_records
 from connector.observe.trace_log import JsonLinesSink, open_trace_log
-from connector.observe.trace_reader import read_processes, read_trace, read_trace_about, read_trace_file
 from connector.observe.trace_writer import TraceWriter
+from connector.tools.cli.main import app
+from connector.tools.conformance import check, check_records
+from connector.tools.trace_reader import read_processes, read_trace, read_trace_about, read_trace_file
 from statemachine.trace import TransitionRecord
 from tests.stalled_file import StalledFile
 from tests.unit.traced_run import calm_run

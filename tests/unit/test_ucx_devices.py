@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from connector.observe import ucx_devices
-from connector.observe.ucx_devices import NETWORK, Opened, Transport, open_as, opened_for
+from connector.tools import ucx_devices
+from connector.tools.ucx_devices import NETWORK, Opened, Transport, open_as, opened_for
 from tests.unit.test_diagnosis import engine
 
 TABLE = """

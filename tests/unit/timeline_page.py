@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from connector.observe.history import Story, histories, stories
-from connector.observe.timeline.export import export_html
+from connector.tools.timeline.export import export_html
 from statemachine.trace import TransitionRecord
 from tests.unit.browser import Browser
 from tests.unit.timeline_load import trace

@@ -5,8 +5,8 @@
       rank 0: peers                      one for each
 
 A flow leads from P's grant to D's READ and on to D's release and the end of P's lease. Times are those of the
-processes' monotonic clocks, brought together by `timeline/clocks.py`. The format is written by the package `perfetto`,
-which is an extra of this project.
+processes' monotonic clocks, brought together by `connector/observe/clocks.py`. The format is written by the package
+`perfetto`, which is an extra of this project.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from connector.clock import NS_PER_SECOND
+from connector.observe.clocks import Clock
 from connector.observe.history import History, Story
 from connector.observe.spans import exported_ns
-from connector.observe.timeline.clocks import Clock
 from connector.observe.traced import QUEUED
 from statemachine import hold, lease, peer, request
 

@@ -8,9 +8,9 @@ from itertools import combinations
 
 from connector.addresses import is_all_interfaces, is_loopback
 from connector.observe.advice import NIXL_HANGS, NIXL_HANGS_ADVICE, WHAT_TO_DO
-from connector.observe.asking import Address
-from connector.observe.diagnosis.finding import Finding, facts_of, first_facts, host_of
-from connector.observe.live import EngineReport, Survey
+from connector.tools.asking import Address
+from connector.tools.diagnosis.finding import Finding, facts_of, first_facts, host_of
+from connector.tools.live import EngineReport, Survey
 from connector.wire.handshake import worker_name
 from connector.wire.inspection import (
     EngineRow,

@@ -1,6 +1,6 @@
 """What running engines say of themselves, for tools: their handshake payloads, and the rows of their workers.
 
-    address --side channel--> what each rank is, and where its control socket listens (`connector.observe.asking`)
+    address --side channel--> what each rank is, and where its control socket listens (`connector.tools.asking`)
             --control socket--> rows (`connector.wire.inspection`)
 
 Everything is bounded: each engine has ENGINE_SECONDS in all, all engines are asked at once, and one that does not
@@ -24,12 +24,12 @@ import msgspec
 import trio
 
 from connector.addresses import join_address
-from connector.observe.asking import Address, AddressError, NotAsked, advertisement, engines_behind, parse_address
 from connector.observe.history import best_named
 from connector.ports.gate import ANYBODY, Access
 from connector.ports.host_names import HostNames
 from connector.ports.side_channel import Link, LinkEnded, NameNotResolved, SideChannel, SideChannelError
 from connector.ports.zmq_bridge import ZmqSideChannel
+from connector.tools.asking import Address, AddressError, NotAsked, advertisement, engines_behind, parse_address
 from connector.wire import control
 from connector.wire.bounded import DecodeFailed, shorten
 from connector.wire.handshake import Advertisement
@@ -276,7 +276,7 @@ def survey(
     """Ask all, and with `follow` the prefill engines that they name. Blocks no longer than the two together, and
     `seconds` for names.
 
-    `access`: with which keys; see `connector.observe.asking.tool_access`.
+    `access`: with which keys; see `connector.tools.asking.tool_access`.
     """
 
     async def run() -> Survey:

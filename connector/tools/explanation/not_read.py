@@ -6,7 +6,10 @@ from collections.abc import Sequence
 
 from connector.observe import catalogue
 from connector.observe.advice import ALREADY_READ, FREED_ON_P, NO_PARAMETERS, NO_ROOM, NOT_READ, WHAT_TO_DO
-from connector.observe.explanation.answer import (
+from connector.observe.history import (
+    deciding_rank,
+)
+from connector.tools.explanation.answer import (
     Explanation,
     capital,
     fact_of_read_back,
@@ -15,11 +18,8 @@ from connector.observe.explanation.answer import (
     happened,
     how_long,
 )
-from connector.observe.explanation.cases import Case
-from connector.observe.explanation.rows import Live, Said
-from connector.observe.history import (
-    deciding_rank,
-)
+from connector.tools.explanation.cases import Case
+from connector.tools.explanation.rows import Live, Said
 from connector.wire.inspection import EngineRow, LocalPrefillRow
 from statemachine import hold
 from statemachine.failures import LeaseExpired

@@ -9,9 +9,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from connector.observe.advice import NIXL_HANGS
-from connector.observe.cli.output import plain
-from connector.observe.durations import duration
-from connector.observe.live import EngineReport, RankReport, Survey
+from connector.tools.cli.output import plain
+from connector.tools.durations import duration
+from connector.tools.live import EngineReport, RankReport, Survey
 from connector.wire.inspection import (
     AnyRow,
     EngineRow,

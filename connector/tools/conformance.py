@@ -40,8 +40,8 @@ from typing import Any, TypeAlias
 
 from connector.observe.catalogue import kinds
 from connector.observe.history import LeaseKey, begins_process
-from connector.observe.trace_reader import ProcessTrace
 from connector.observe.traced import CREATED, MACHINES, TERMINAL
+from connector.tools.trace_reader import ProcessTrace
 from statemachine import hold, lease, peer, request
 from statemachine.kernel import Event, Machine
 from statemachine.trace import TransitionRecord

@@ -2,7 +2,7 @@
 
 Before there is traffic: addresses, whether the engines fit together, devices and transports, clocks, leases, versions.
 With traffic: what the workers have counted and what lives in them. `diagnose` is a pure function of what the engines
-said (`connector.observe.live.Survey`); each check is a function that yields findings, with both sides' values.
+said (`connector.tools.live.Survey`); each check is a function that yields findings, with both sides' values.
 
 A problem will cost requests, or does; a warning may, or costs time; a note is for an operator who looks for something.
 
@@ -18,11 +18,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
-from connector.observe.asking import Address
-from connector.observe.diagnosis.finding import Finding
-from connector.observe.diagnosis.fit import clocks, fit, settings
-from connector.observe.diagnosis.reachable import addresses, named_twice, unanswered
-from connector.observe.diagnosis.traffic import (
+from connector.tools.asking import Address
+from connector.tools.diagnosis.finding import Finding
+from connector.tools.diagnosis.fit import clocks, fit, settings
+from connector.tools.diagnosis.reachable import addresses, named_twice, unanswered
+from connector.tools.diagnosis.traffic import (
     RECORDS_ASKED,
     blocks,
     failed_requests,
@@ -31,9 +31,9 @@ from connector.observe.diagnosis.traffic import (
     peers,
     releases,
 )
-from connector.observe.diagnosis.transports import transports
-from connector.observe.live import Survey
-from connector.observe.ucx_devices import Opened
+from connector.tools.diagnosis.transports import transports
+from connector.tools.live import Survey
+from connector.tools.ucx_devices import Opened
 
 __all__ = ["RECORDS_ASKED", "Finding", "diagnose", "leases_to_look_for"]
 

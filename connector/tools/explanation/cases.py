@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from connector.observe.explanation.rows import Live, Said
 from connector.observe.history import (
     History,
     LeaseKey,
@@ -15,6 +14,7 @@ from connector.observe.history import (
     histories,
     stories,
 )
+from connector.tools.explanation.rows import Live, Said
 from connector.wire.inspection import (
     HoldRow,
     LeaseRow,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from connector.observe.advice import NO_ROOM, WHAT_TO_DO, told
-from connector.observe.explanation.answer import (
+from connector.observe.traced import QUEUED
+from connector.tools.explanation.answer import (
     Explanation,
     after_failure,
     blocks_in_words,
@@ -17,9 +18,8 @@ from connector.observe.explanation.answer import (
     happened,
     how_long,
 )
-from connector.observe.explanation.cases import Case, key_on_d
-from connector.observe.explanation.rows import Live, Said
-from connector.observe.traced import QUEUED
+from connector.tools.explanation.cases import Case, key_on_d
+from connector.tools.explanation.rows import Live, Said
 from connector.wire.inspection import (
     HoldRow,
     PeerRow,
@@ -32,7 +32,7 @@ from statemachine import hold, remote_engine
 from statemachine.failures import LeaseOver, PeerLeaving
 
 if TYPE_CHECKING:
-    from connector.observe.live import Silent
+    from connector.tools.live import Silent
 
 WAITING: dict[str, tuple[str, str]] = {
     QUEUED: (

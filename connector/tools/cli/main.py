@@ -11,9 +11,9 @@ import sys
 
 import typer
 
-from connector.observe.cli import keys, trace
-from connector.observe.cli.administer import drain, meet
-from connector.observe.cli.live import doctor, ps, why
+from connector.tools.cli import keys, trace
+from connector.tools.cli.administer import drain, meet
+from connector.tools.cli.live import doctor, ps, why
 
 app = typer.Typer(
     name="nixl-actor",

@@ -17,10 +17,10 @@ from contextlib import closing, contextmanager
 import trio
 
 from connector.addresses import join_address
-from connector.observe.asking import Address, NotAsked, advertisement, ask, engines_behind
 from connector.ports.gate import ANYBODY, Access
 from connector.ports.side_channel import SideChannel, SideChannelError
 from connector.ports.zmq_bridge import ZmqSideChannel
+from connector.tools.asking import Address, NotAsked, advertisement, ask, engines_behind
 from connector.wire import control
 from connector.wire.administration import (
     DrainReport,

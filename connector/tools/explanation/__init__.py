@@ -28,13 +28,13 @@ from collections.abc import Iterator
 import msgspec
 
 from connector.observe.advice import NIXL_HANGS, NIXL_HANGS_ADVICE
-from connector.observe.explanation.answer import Explanation, Happened, fact_of_read_back, facts_of_silent
-from connector.observe.explanation.cases import Case, find
-from connector.observe.explanation.ended import explain_end, explain_end_of_one_rank, explain_recorded
-from connector.observe.explanation.not_read import explain_lease, explain_local_prefill, explain_nothing
-from connector.observe.explanation.rows import Live, Said, live_of
-from connector.observe.explanation.waiting import explain_no_room, explain_waiting
 from connector.observe.history import DONE, deciding_rank
+from connector.tools.explanation.answer import Explanation, Happened, fact_of_read_back, facts_of_silent
+from connector.tools.explanation.cases import Case, find
+from connector.tools.explanation.ended import explain_end, explain_end_of_one_rank, explain_recorded
+from connector.tools.explanation.not_read import explain_lease, explain_local_prefill, explain_nothing
+from connector.tools.explanation.rows import Live, Said, live_of
+from connector.tools.explanation.waiting import explain_no_room, explain_waiting
 from connector.wire.inspection import EngineRow, RequestRow
 
 __all__ = [

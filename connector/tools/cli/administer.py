@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from connector.observe.cli.live import BAD, SERVED, UNASKED, KeyDirectory, access_of
-from connector.observe.cli.output import say
+from connector.tools.cli.live import BAD, SERVED, UNASKED, KeyDirectory, access_of
+from connector.tools.cli.output import say
 
 if TYPE_CHECKING:
-    from connector.observe.asking import Address
+    from connector.tools.asking import Address
     from connector.wire.administration import DrainReport
 
 
@@ -41,9 +41,9 @@ def drain(
     There is no way back but a restart. What they have lent is served until it is read, for drain_grace_seconds at most.
     Requests whose answers an engine writes itself are not waited for: it computes them as ever.
     """
-    from connector.observe.administration import AdministrationError
-    from connector.observe.administration import drain as drain_engines
-    from connector.observe.asking import AddressError, parse_address
+    from connector.tools.administration import AdministrationError
+    from connector.tools.administration import drain as drain_engines
+    from connector.tools.asking import AddressError, parse_address
 
     shown: dict[Address, DrainReport] = {}
 
@@ -103,9 +103,9 @@ def meet(
     It goes on trying those that do not answer, and connects them again when they are back. One that could not be met
     for `engine_ttl` is forgotten.
     """
-    from connector.observe.administration import FINAL_STATES, AdministrationError
-    from connector.observe.administration import meet as meet_engines
-    from connector.observe.asking import AddressError, parse_address
+    from connector.tools.administration import FINAL_STATES, AdministrationError
+    from connector.tools.administration import meet as meet_engines
+    from connector.tools.asking import AddressError, parse_address
     from connector.wire.administration import MEET_PLACES_MAX
 
     if len(prefills) > MEET_PLACES_MAX:

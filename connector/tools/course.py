@@ -1,9 +1,9 @@
 """One request in one time line: what happened on D and on P, in the order in which it happened.
 
-The wall clocks of two machines differ. `timeline/clocks.py` brings them together as far as what one side heard from the
-other says; what is left over is within `Clock.error_ns`. So that no answer is shown before its question, moments that
-are known to follow each other (`known_order`, and P makes the lease before D makes the request) are put in that order
-where the clocks still say otherwise.
+The wall clocks of two machines differ. `connector/observe/clocks.py` brings them together as far as what one side heard
+from the other says; what is left over is within `Clock.error_ns`. So that no answer is shown before its question,
+moments that are known to follow each other (`known_order`, and P makes the lease before D makes the request) are put in
+that order where the clocks still say otherwise.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from typing import TypeAlias
 import msgspec
 
 from connector.clock import NS_PER_SECOND
-from connector.observe.history import History, Story, histories, stories
-from connector.observe.timeline.clocks import (
+from connector.observe.clocks import (
     Clock,
     all_histories,
     clocks,
@@ -27,6 +26,7 @@ from connector.observe.timeline.clocks import (
     known_order,
     lease_of_each_hold,
 )
+from connector.observe.history import History, Story, histories, stories
 from connector.observe.traced import CREATED
 from statemachine import lease, peer
 from statemachine.trace import TransitionRecord

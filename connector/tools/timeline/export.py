@@ -23,8 +23,8 @@ from typing import Any
 import msgspec
 
 from connector.clock import NS_PER_SECOND
+from connector.observe.clocks import Clock, all_histories, clocks, lease_of_each_hold
 from connector.observe.history import OUTCOMES, History, Story
-from connector.observe.timeline.clocks import Clock, all_histories, clocks, lease_of_each_hold
 from connector.observe.traced import MACHINES
 from statemachine import peer
 from statemachine.kernel import Machine

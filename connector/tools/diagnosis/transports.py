@@ -8,9 +8,9 @@ from itertools import combinations
 
 import msgspec
 
-from connector.observe.diagnosis.finding import UNSET, Finding, about, first_facts
-from connector.observe.live import EngineReport
-from connector.observe.ucx_devices import NETWORK, READS_WITHOUT_NVLINK, VARIABLES, Opened
+from connector.tools.diagnosis.finding import UNSET, Finding, about, first_facts
+from connector.tools.live import EngineReport
+from connector.tools.ucx_devices import NETWORK, READS_WITHOUT_NVLINK, VARIABLES, Opened
 from connector.wire.inspection import (
     EngineFacts,
     EngineRow,

@@ -5,7 +5,11 @@ from __future__ import annotations
 import msgspec
 
 from connector.observe.advice import told
-from connector.observe.explanation.answer import (
+from connector.observe.history import (
+    DONE,
+    History,
+)
+from connector.tools.explanation.answer import (
     Explanation,
     after_failure,
     blocks_in_words,
@@ -17,13 +21,9 @@ from connector.observe.explanation.answer import (
     how_long,
     is_worth_a_word,
 )
-from connector.observe.explanation.cases import Case
-from connector.observe.explanation.rows import Live
-from connector.observe.explanation.waiting import WAITING
-from connector.observe.history import (
-    DONE,
-    History,
-)
+from connector.tools.explanation.cases import Case
+from connector.tools.explanation.rows import Live
+from connector.tools.explanation.waiting import WAITING
 from connector.wire.identity import differing_factors
 from connector.wire.inspection import EngineFacts, PeerRow
 

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from connector.observe.cli.output import say, say_json, wall_clock
+from connector.tools.cli.output import say, say_json, wall_clock
 
 if TYPE_CHECKING:
-    from connector.observe.asking import Address
-    from connector.observe.explanation import Explanation
-    from connector.observe.live import Survey
     from connector.ports.gate import Access
+    from connector.tools.asking import Address
+    from connector.tools.explanation import Explanation
+    from connector.tools.live import Survey
 
 JSON_SCHEMA = 1
 """The `schema` that `--json` prints. It grows when the meaning of a field changes."""
@@ -80,17 +80,17 @@ def why(
     json: AsJson = False,
 ) -> None:
     """Why is this request stuck, or did it fail: its state, what it waits for, what happened, what to do."""
-    from connector.observe.explanation import Live, explain, explain_nothing, facts_of_silent, find, live_of
+    from connector.tools.explanation import Live, explain, explain_nothing, facts_of_silent, find, live_of
 
     if trace is not None:
-        from connector.observe.course import brought_together
+        from connector.tools.course import brought_together
 
         records, shifts = brought_together(_records_about(request, trace))
         live = Live(shifts=shifts)
         looked_at = [str(trace)]
     else:
-        from connector.observe.asking import ENGINES_VARIABLE
-        from connector.observe.live import look_up
+        from connector.tools.asking import ENGINES_VARIABLE
+        from connector.tools.live import look_up
         from connector.wire.inspection import MATCH_LENGTH_MAX
 
         addresses = _addresses(engine)
@@ -165,7 +165,7 @@ def ps(
     addresses, access = _addresses(engines, engine), access_of(keys)
     from rich.console import Console, Group
 
-    from connector.observe.cli.tables import tables
+    from connector.tools.cli.tables import tables
 
     console = Console()
     if not console.is_terminal:
@@ -207,9 +207,9 @@ def doctor(
     json: AsJson = False,
 ) -> None:
     """Check engines: addresses, whether they fit, transports, clocks, leases, versions; and what went wrong so far."""
-    from connector.observe.diagnosis import RECORDS_ASKED, diagnose
-    from connector.observe.live import Question, survey
-    from connector.observe.ucx_devices import opened_for
+    from connector.tools.diagnosis import RECORDS_ASKED, diagnose
+    from connector.tools.live import Question, survey
+    from connector.tools.ucx_devices import opened_for
     from connector.wire.inspection import WHATS
 
     questions = [Question(what=what, rows_max=RECORDS_ASKED) for what in WHATS]
@@ -241,7 +241,7 @@ _COLOURS = {"problem": "red", "warning": "yellow", "note": "blue"}
 
 
 def _addresses(*named: list[str] | None) -> list[Address]:
-    from connector.observe.asking import AddressError, chosen_addresses
+    from connector.tools.asking import AddressError, chosen_addresses
 
     try:
         return chosen_addresses([each for some in named for each in some or ()])
@@ -250,8 +250,8 @@ def _addresses(*named: list[str] | None) -> list[Address]:
 
 
 def access_of(directory: str | None) -> Access:
-    from connector.observe.asking import tool_access
     from connector.ports.curve_keys import KeyDirectoryError
+    from connector.tools.asking import tool_access
 
     try:
         return tool_access(directory)
@@ -260,13 +260,13 @@ def access_of(directory: str | None) -> Access:
 
 
 def _followed_seconds(timeout: float) -> float:
-    from connector.observe.live import FOLLOWED_SECONDS
+    from connector.tools.live import FOLLOWED_SECONDS
 
     return max(FOLLOWED_SECONDS, timeout / 2)
 
 
 def _survey_everything(addresses: list[Address], timeout: float, access: Access) -> Survey:
-    from connector.observe.live import Question, survey
+    from connector.tools.live import Question, survey
     from connector.wire.inspection import WHATS
 
     questions = [Question(what=what) for what in WHATS if what != "records"]
@@ -276,8 +276,8 @@ def _survey_everything(addresses: list[Address], timeout: float, access: Access)
 def _with_readers_of_expired(found: Survey, timeout: float, access: Access) -> tuple[Survey, frozenset[str]]:
     """What all records say of leases that expired and that the newest records do not show as read; and of which request
     ids on P every worker has told that."""
-    from connector.observe.diagnosis import leases_to_look_for
-    from connector.observe.live import LOOKED_UP_MAX, Question, survey
+    from connector.tools.diagnosis import leases_to_look_for
+    from connector.tools.live import LOOKED_UP_MAX, Question, survey
     from connector.wire.inspection import RecordRow
 
     wanted = leases_to_look_for(found)[:LOOKED_UP_MAX]
@@ -295,7 +295,7 @@ def _with_readers_of_expired(found: Survey, timeout: float, access: Access) -> t
 
 def _records_about(request: str, directory: Path) -> list[Any]:
     from connector.observe.trace_format import TraceFileError, TraceSchemaError
-    from connector.observe.trace_reader import read_trace_about, require_trace_files
+    from connector.tools.trace_reader import read_trace_about, require_trace_files
 
     try:
         require_trace_files(directory)
@@ -392,6 +392,6 @@ def _where(each: Explanation) -> str:
 
 
 def _age(seconds: float | None) -> str:
-    from connector.observe.durations import duration
+    from connector.tools.durations import duration
 
     return "?" if seconds is None else duration(seconds)

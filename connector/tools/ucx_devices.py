@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from connector.wire.inspection import EngineRow
 
 if TYPE_CHECKING:
-    from connector.observe.live import EngineReport  # brings ZMQ, which tests on a device do without
+    from connector.tools.live import EngineReport  # brings ZMQ, which tests on a device do without
 
 READS_WITHOUT_NVLINK = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
 VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES", "UCX_SHM_DEVICES", "UCX_ACC_DEVICES", READS_WITHOUT_NVLINK)

@@ -7,9 +7,9 @@ from itertools import combinations
 from typing import NamedTuple
 
 from connector import DISTRIBUTION
-from connector.observe.diagnosis.finding import UNSET, Finding, Level, facts_of, first_facts
-from connector.observe.durations import duration
-from connector.observe.live import EngineReport, Survey
+from connector.tools.diagnosis.finding import UNSET, Finding, Level, facts_of, first_facts
+from connector.tools.durations import duration
+from connector.tools.live import EngineReport, Survey
 from connector.wire.handshake import SAME_HASH, incompatibilities
 from connector.wire.identity import NOT_PACKED, Difference
 

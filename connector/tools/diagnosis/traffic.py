@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterator, Sequence
 
 from connector.observe import catalogue
 from connector.observe.advice import NO_PARAMETERS, WHAT_TO_DO, told
-from connector.observe.diagnosis.finding import Finding, about, facts_of
-from connector.observe.diagnosis.reachable import left_in_peace
-from connector.observe.durations import duration
 from connector.observe.history import LeaseKey, LeasesGiven
-from connector.observe.live import EngineReport, RankReport, Survey
+from connector.tools.diagnosis.finding import Finding, about, facts_of
+from connector.tools.diagnosis.reachable import left_in_peace
+from connector.tools.durations import duration
+from connector.tools.live import EngineReport, RankReport, Survey
 from connector.wire.handshake import worker_name
 from connector.wire.inspection import (
     EngineRow,

@@ -18,7 +18,7 @@ from connector.wire.inspection import (
 from statemachine.trace import TransitionRecord
 
 if TYPE_CHECKING:
-    from connector.observe.live import Silent
+    from connector.tools.live import Silent
 
 R = TypeVar("R", bound=AnyRow)
 

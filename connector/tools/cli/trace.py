@@ -18,17 +18,17 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from connector.observe.cli.output import plain, say, say_json, wall_clock
+from connector.tools.cli.output import plain, say, say_json, wall_clock
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    from connector.observe.clocks import Clock
     from connector.observe.history import History, Story
-    from connector.observe.summary import Outcome, SlowRequest, Summary, Times
-    from connector.observe.timeline.clocks import Clock
-    from connector.observe.trace_reader import ProcessTrace
+    from connector.tools.summary import Outcome, SlowRequest, Summary, Times
+    from connector.tools.trace_reader import ProcessTrace
 
 NOTHING_FOUND = 1
 CANNOT_READ = 2
@@ -54,7 +54,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
 
 
 def _seconds(text: str) -> float:
-    from connector.observe.durations import parse_duration
+    from connector.tools.durations import parse_duration
 
     try:
         return parse_duration(text)
@@ -82,7 +82,7 @@ class _Traces:
     @cached_property
     def histories(self) -> list[History]:
         from connector.observe.history import histories
-        from connector.observe.trace_reader import merged
+        from connector.tools.trace_reader import merged
 
         return histories(merged(self.processes))
 
@@ -94,14 +94,14 @@ class _Traces:
 
     @cached_property
     def clocks(self) -> dict[int, Clock]:
-        from connector.observe.timeline.clocks import clocks
+        from connector.observe.clocks import clocks
 
         return clocks(self.stories)
 
 
 def _read(directory: Path) -> _Traces:
     from connector.observe.trace_format import TraceFileError, TraceSchemaError
-    from connector.observe.trace_reader import read_processes, require_trace_files
+    from connector.tools.trace_reader import read_processes, require_trace_files
 
     # Millions of objects are made that all live until the end: a collector would look at them again and again.
     gc.disable()
@@ -144,7 +144,7 @@ def _text(value: object, style: str = "") -> Text:
 @app.command()
 def summary(directory: Directory, json: AsJson = False) -> None:
     """Outcomes by reason, time per state, each P as its D saw it, and the states that cost the most."""
-    from connector.observe.summary import summarize
+    from connector.tools.summary import summarize
 
     traces = _read(directory)
     found = summarize(traces.histories, traces.stories)
@@ -223,8 +223,8 @@ def show(
     json: AsJson = False,
 ) -> None:
     """One request on both sides in one time line, with the clocks of all processes brought together."""
-    from connector.observe.course import course
     from connector.observe.history import matching
+    from connector.tools.course import course
 
     traces = _read(directory)
     found = matching(traces.stories, request)
@@ -289,7 +289,7 @@ def slow(
     json: AsJson = False,
 ) -> None:
     """The requests that waited longest on D, and the state that cost the time."""
-    from connector.observe.summary import slow as find_slow
+    from connector.tools.summary import slow as find_slow
 
     found = find_slow(_read(directory).stories, count, since_wall=_wall(since))
     if json:
@@ -329,7 +329,7 @@ def _parts(each: SlowRequest) -> str:
 @app.command()
 def failures(directory: Directory, since: Since = None, json: AsJson = False) -> None:
     """What went wrong, by kind: how often, with whom, the last examples, and what to do."""
-    from connector.observe.summary import failures as find_failures
+    from connector.tools.summary import failures as find_failures
 
     found = find_failures(_read(directory).histories, since_wall=_wall(since))
     if json:
@@ -354,7 +354,7 @@ def failures(directory: Directory, since: Since = None, json: AsJson = False) ->
 @app.command()
 def check(directory: Directory, json: AsJson = False) -> None:
     """Compare the records with the machines' tables, and name each one that they do not allow."""
-    from connector.observe.conformance import check as find
+    from connector.tools.conformance import check as find
 
     verdict = find(_read(directory).processes)
     if json:
@@ -393,12 +393,12 @@ def export(
         _fail("name at least one of --perfetto, --html and --otlp", CANNOT_READ)
     traces = _read(directory)
     if html is not None:
-        from connector.observe.timeline.export import export_html
+        from connector.tools.timeline.export import export_html
 
         _attempt(lambda: export_html(traces.stories, html, title=str(directory)))
         say(html)
     if perfetto is not None:
-        from connector.observe.perfetto import export_perfetto
+        from connector.tools.perfetto import export_perfetto
 
         _attempt(lambda: export_perfetto(traces.stories, traces.histories, traces.clocks, perfetto))
         say(perfetto)
@@ -455,7 +455,7 @@ def _times(times: Times) -> str:
 
 
 def _duration(seconds: float) -> str:
-    from connector.observe.durations import duration
+    from connector.tools.durations import duration
 
     return duration(seconds, DIGITS)
 

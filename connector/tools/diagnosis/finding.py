@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from connector.addresses import unbracketed
-from connector.observe.live import EngineReport
+from connector.tools.live import EngineReport
 from connector.wire.inspection import (
     EngineFacts,
     EngineRow,

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from connector.observe.durations import duration
-from connector.observe.explanation.cases import Case
-from connector.observe.explanation.rows import Live
 from connector.observe.history import (
     History,
     deciding_rank,
 )
+from connector.tools.durations import duration
+from connector.tools.explanation.cases import Case
+from connector.tools.explanation.rows import Live
 from connector.wire.inspection import (
     EngineFacts,
     HolderRow,
@@ -21,7 +21,7 @@ from connector.wire.inspection import (
 from statemachine.lease import LENT_BACK
 
 if TYPE_CHECKING:
-    from connector.observe.live import Silent
+    from connector.tools.live import Silent
 
 HAPPENED_MAX = 40
 """Lines of what happened; of more the middle is left out."""
