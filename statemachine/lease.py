@@ -18,9 +18,9 @@ it has released wants the blocks again, and is told that they are held: an engin
 (it restarted under its name, or evicted us), and whose client comes again while another of its ranks still reads.
 Whoever was told that the blocks are held has to release them itself: two engines may have been started under one id,
 a stranger may know it, and what a rank has sent before it evicted us may arrive when it has met us anew. So a rank says
-with each hold and release what only it is called, and only from when it met us until it forgets us (`Reader.process`).
-Under one such name nothing is held again that was released: a hold that comes behind its own release is late, and is
-told that the lease is over.
+with each hold and release which incarnation it is (`Reader.incarnation`): a name that nobody else has, and that it
+draws anew each time it meets us. Under one such name nothing is held again that was released: a hold that comes behind
+its own release is late, and is told that the lease is over.
 
 Overtaking. The client's answer may reach a fast reader before the engine's next step tells this rank of the grant. So
 holds and releases in `computing` are remembered, and the promise that a hold was given (`deadline_ns`) is kept by the
@@ -79,11 +79,11 @@ BUILTIN_READERS = ""
 
 
 class Reader(NamedTuple):
-    """One rank of a decode engine, for as long as it knows us: its number, and a name that it has drawn for that and
-    nobody else has, nor itself before or after. Empty: it has said none."""
+    """One rank of a decode engine, for as long as it knows us: its number, and its incarnation, a name that it has
+    drawn for that and nobody else has, nor itself before or after. Empty: it has said none."""
 
     rank: int
-    process: str
+    incarnation: str
 
 
 class Holder(msgspec.Struct, frozen=True):
@@ -108,9 +108,9 @@ class Holder(msgspec.Struct, frozen=True):
         return len(self.released) >= self.ranks and not self.promised
 
     @property
-    def unreleased_processes(self) -> int:
-        """How many processes have not released the blocks although all ranks are done: an engine has started again, or
-        two have one id."""
+    def unreleased_incarnations(self) -> int:
+        """How many incarnations have not released the blocks although all ranks are done: an engine has started again,
+        or two have one id."""
         return len(self.promised) if len(self.released) >= self.ranks else 0
 
 
@@ -164,13 +164,13 @@ class Granted(Event, frozen=True, kw_only=True):
 
 class Held(Event, frozen=True, kw_only=True):
     """`rank` of an engine, of which `ranks` ranks are our partners, wants the blocks until `deadline_ns`, and is told
-    that they are kept. `process`: which of that rank (`Reader`); empty: it has said none."""
+    that they are kept. `incarnation`: which of that rank (`Reader`); empty: it has said none."""
 
     engine_id: str
     rank: int
     ranks: int
     deadline_ns: int
-    process: str = ""
+    incarnation: str = ""
 
 
 class Renewed(Event, frozen=True, kw_only=True):
@@ -180,13 +180,13 @@ class Renewed(Event, frozen=True, kw_only=True):
 
 
 class ReaderDone(Event, frozen=True, kw_only=True):
-    """`rank` of `engine_id` needs the blocks no more, and `ranks` ranks of that engine will say so. `process` as
+    """`rank` of `engine_id` needs the blocks no more, and `ranks` ranks of that engine will say so. `incarnation` as
     in `Held`."""
 
     engine_id: str
     rank: int | str
     ranks: int
-    process: str = ""
+    incarnation: str = ""
 
 
 class DeadlinePassed(Event, frozen=True, kw_only=True):
@@ -229,12 +229,12 @@ def _with_reader(lease: Lease, event: Held | ReaderDone) -> Lease:
     others = tuple(each for each in lease.holders if each.engine_id != event.engine_id)
     known = lease.holder(event.engine_id) or Holder(event.engine_id, 0)
     released, promised, left = known.released, known.promised, known.left
-    reader = frozenset((Reader(event.rank, event.process),)) if isinstance(event.rank, int) else frozenset[Reader]()
+    reader = frozenset((Reader(event.rank, event.incarnation),)) if isinstance(event.rank, int) else frozenset[Reader]()
     if isinstance(event, Held):
         released, promised = released - {event.rank}, promised | reader
     else:
         released, promised = released | {event.rank}, promised - reader
-        if event.process and len(left) < READERS_MAX:
+        if event.incarnation and len(left) < READERS_MAX:
             left |= reader
     holder = Holder(event.engine_id, max(event.ranks, known.ranks), released, promised, left)
     return msgspec.structs.replace(lease, holders=(*others, holder))
@@ -335,7 +335,7 @@ def holders_in_words(ended: Lease) -> str:
         return "no decode engine has asked for it"
     held = "held by " + ", ".join(
         f"{holder.engine_id or 'built-in engines'} ({len(holder.released)} of {holder.ranks} ranks are done"
-        + (f", and not {count} other process(es) of that id)" if (count := holder.unreleased_processes) else ")")
+        + (f", and not {count} other process(es) of that id)" if (count := holder.unreleased_incarnations) else ")")
         for holder in ended.holders
     )
     # Who holds it is alive, then: it is not the length of a lease that was too short.

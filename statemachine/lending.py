@@ -115,8 +115,8 @@ class Withdrawn(Event, frozen=True, kw_only=True):
 
 
 class HoldAsked(Event, frozen=True, kw_only=True):
-    """`rank` of the decode engine `engine_id`, `ranks` of which are our partners, wants these leases. `process`: what
-    only this process of that rank is called; empty: it has not said.
+    """`rank` of the decode engine `engine_id`, `ranks` of which are our partners, wants these leases.
+    `incarnation`: what that rank calls itself for as long as it knows us (`lease.Reader`); empty: it has not said.
 
     `sent_ns` is the asker's own clock; it is echoed.
     """
@@ -127,7 +127,7 @@ class HoldAsked(Event, frozen=True, kw_only=True):
     ranks: int
     sent_ns: int
     leases: tuple[LeaseName, ...]
-    process: str = ""
+    incarnation: str = ""
 
 
 class ReleaseAsked(Event, frozen=True, kw_only=True):
@@ -138,7 +138,7 @@ class ReleaseAsked(Event, frozen=True, kw_only=True):
     rank: int
     ranks: int
     leases: tuple[LeaseName, ...]
-    process: str = ""
+    incarnation: str = ""
 
 
 class ReleaseNotified(Event, frozen=True, kw_only=True):
@@ -352,7 +352,7 @@ class Lending:
                 rank=asked.rank,
                 ranks=asked.ranks,
                 deadline_ns=deadline_ns,
-                process=reader.process,
+                incarnation=reader.incarnation,
             )
             self._step(known, hold)
             remaining_ns = self._leases[known].deadline_ns - now_ns
@@ -397,7 +397,7 @@ class Lending:
                 continue  # it was never told that it holds anything
             if known is not None:
                 done = machine.ReaderDone(
-                    engine_id=asked.engine_id, rank=asked.rank, ranks=asked.ranks, process=reader.process
+                    engine_id=asked.engine_id, rank=asked.rank, ranks=asked.ranks, incarnation=reader.incarnation
                 )
                 self._step(known, done)
             else:
@@ -596,8 +596,8 @@ def end_without_core_ns(granted_ns: int, fixed_ns: int | None, died_ns: int, lea
 def _reader(asked: HoldAsked | ReleaseAsked, name: LeaseName) -> machine.Reader:
     """Who names a lease so. Two requests of a rank may name one lease, one of them without its number: the rank takes
     them for two, and releases one while it reads the other."""
-    process = asked.process if name.number or not asked.process else f"{asked.process} without a number"
-    return machine.Reader(asked.rank, process)
+    incarnation = asked.incarnation if name.number or not asked.incarnation else f"{asked.incarnation} without a number"
+    return machine.Reader(asked.rank, incarnation)
 
 
 def _readers(lease: Lease) -> frozenset[tuple[str, int | str]]:

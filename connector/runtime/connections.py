@@ -49,7 +49,7 @@ class Connections:
         self._put = put
         # What that engine alone knows us by: nobody else speaks for us there, and nothing that is late from whoever was
         # in our place before.
-        self._process = context.draw_name()
+        self._incarnation = context.draw_name()
         self._on_connected = on_connected
         self._on_sums = on_sums
         self._by_number: dict[int, Connection] = {}
@@ -126,7 +126,7 @@ class Connections:
     def _sender(self, number: int, rank: int) -> dict[str, Any]:
         local = self._context.local.layout
         ranks = self._by_number[number].ranks[rank].consumers
-        return {"engine_id": local.engine_id, "rank": local.tp_rank, "ranks": ranks, "process": self._process}
+        return {"engine_id": local.engine_id, "rank": local.tp_rank, "ranks": ranks, "incarnation": self._incarnation}
 
     def _link(self, number: int, rank: int) -> Link:
         link = self._by_number[number].ranks[rank].link

@@ -477,7 +477,7 @@ class Inspector:
                 ranks=each.ranks,
                 released=tuple(sorted(text(rank) for rank in each.released))[:LIST_LENGTH_MAX],
                 released_count=len(each.released),
-                others=each.unreleased_processes,
+                others=each.unreleased_incarnations,
             )
             for each in value.holders[:LIST_LENGTH_MAX]
         )

@@ -327,7 +327,7 @@ def _control_event(message: wire.LeaseRequest | Leave, reply_to: ReplyAddress) -
                 ranks=message.ranks,
                 sent_ns=message.sent_ns,
                 leases=message.leases,
-                process=message.process,
+                incarnation=message.incarnation,
             )
         case wire.Release():
             return lending.ReleaseAsked(
@@ -336,7 +336,7 @@ def _control_event(message: wire.LeaseRequest | Leave, reply_to: ReplyAddress) -
                 rank=message.rank,
                 ranks=message.ranks,
                 leases=message.leases,
-                process=message.process,
+                incarnation=message.incarnation,
             )
 
 

@@ -51,7 +51,7 @@ SUMS_PARTS_MAX = 256
 _LEASES = Meta(max_length=LEASES_PER_MESSAGE_MAX)
 _Leases: TypeAlias = Annotated[tuple[LeaseName, ...], _LEASES]
 _is_identifier = re.compile(IDENTIFIER_PATTERN).match
-Process: TypeAlias = Annotated[str, Meta(pattern=r"\A(?:[0-9a-f]{32})?\Z")]
+Incarnation: TypeAlias = Annotated[str, Meta(pattern=r"\A(?:[0-9a-f]{32})?\Z")]
 
 
 class HeldLease(NamedTuple):
@@ -90,8 +90,8 @@ class Hold(msgspec.Struct, frozen=True, kw_only=True, tag="hold"):
     """How many ranks of that engine are partners of this P rank."""
     sent_ns: Natural
     leases: _Leases
-    process: Process = ""
-    """What the sender's process is called by this P alone; empty: it has no such name."""
+    incarnation: Incarnation = ""
+    """What the sender calls itself to this P alone, for as long as it knows it; empty: it has no such name."""
 
     def __post_init__(self) -> None:
         _require_bounded(self.leases)
@@ -104,7 +104,7 @@ class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
     rank: Annotated[int, Meta(ge=0, lt=RANKS_MAX)]
     ranks: Annotated[int, Meta(ge=1, le=RANKS_MAX)]
     leases: _Leases
-    process: Process = ""
+    incarnation: Incarnation = ""
 
     def __post_init__(self) -> None:
         _require_bounded(self.leases)

@@ -160,19 +160,22 @@ class Claims:
         claim = self._by_lease.get(lease)
         return _text(lease) in self._consumed or (claim is not None and bool(claim.holds) and not claim.is_wanted)
 
-    def want(self, lease: LeaseName, request_id: str, heard_ns: int, now_ns: int) -> Claim:
-        """`request_id` wants the lease: it is held from now on, and not released before the request has ended. If P
-        cannot keep it, its claim is `gone` at once; who has only announced the request learns so when it starts."""
+    def want(self, lease: LeaseName, request_id: str, heard_ns: int, now_ns: int, *, keeps: bool = False) -> Claim:
+        """`request_id` wants the lease: it is held from now on, and not released before the request has ended. `keeps`:
+        nor after that, before `let_go`. If P cannot keep it, its claim is `gone` at once; who has only announced the
+        request learns so when it starts."""
         claim = self._by_lease.get(lease)
         if claim is not None:
             if lease not in self._wanted and claim.gone is None:
                 self._wanted.add(lease)
             self._timers.cancel(("release_given_up", lease))
             claim.users[request_id] = None
+            claim.is_kept = claim.is_kept or keeps
             return claim
         self._wanted.add(lease)
         claim = self._by_lease[lease] = Claim(lease, heard_ns)
         claim.users[request_id] = None
+        claim.is_kept = keeps
         if self.link is not None:
             self._meet(claim, self.link, now_ns)
         return claim

@@ -302,8 +302,8 @@ class RemoteEngine:
             self._step_request(request_id, request.PeerFailed(failure=consumed), now_ns)
             return
         self.address = event.address
-        claim = self._claims.want(event.lease, request_id, now_ns - event.age_ns, now_ns)
-        claim.is_kept = claim.is_kept or event.keeps_lease
+        heard_ns = now_ns - event.age_ns
+        claim = self._claims.want(event.lease, request_id, heard_ns, now_ns, keeps=event.keeps_lease)
         if claim.gone is not None:
             has_left = claim.gone == LEFT
             ended = request.PeerFailed(failure=self._left()) if has_left else request.LeaseGone(why=claim.gone)
@@ -316,8 +316,7 @@ class RemoteEngine:
         if self._claims.is_consumed(event.lease):
             return
         self.address = event.address
-        claim = self._claims.want(event.lease, event.request_id, now_ns, now_ns)
-        claim.is_kept = claim.is_kept or event.keeps_lease
+        self._claims.want(event.lease, event.request_id, now_ns, now_ns, keeps=event.keeps_lease)
         self._claims.leave(event.lease, event.request_id, now_ns)
 
     def _await_peer(self, request_id: str, now_ns: int) -> None:

@@ -237,8 +237,8 @@ def test_what_an_engine_holds_is_not_released_by_a_stranger_who_knows_its_id() -
             await until(lambda: d.trace.path("hold", "remote-a/0")[-1:] == ["held"])
             with closing(ZmqSideChannel()) as channel:
                 link = await channel.open_link(HOST, p.control.port)
-                for process in ("", "0" * 32):
-                    forged = Release(engine_id="d", rank=0, ranks=1, leases=(loan,), process=process)
+                for incarnation in ("", "0" * 32):
+                    forged = Release(engine_id="d", rank=0, ranks=1, leases=(loan,), incarnation=incarnation)
                     link.send(encode_request(forged))
                     assert decode_answer(await link.receive()) == Released(leases=(loan,))
             assert p.sent("remote-a") is None, "freed while D waits for it"

@@ -360,9 +360,9 @@ def release_before_the_first_user(patch: Patch) -> None:
     """A lease that is named first while P is connected is let go of before it has a user."""
     want = Claims.want
 
-    def released(self: Claims, name: Any, request_id: str, heard_ns: int, now_ns: int) -> Any:
+    def released(self: Claims, name: Any, request_id: str, heard_ns: int, now_ns: int, *, keeps: bool = False) -> Any:
         is_new = self.get(name) is None
-        found = want(self, name, request_id, heard_ns, now_ns)
+        found = want(self, name, request_id, heard_ns, now_ns, keeps=keeps)
         if is_new and found.holds:
             self._let_go(found)
         return found
@@ -409,7 +409,7 @@ def held_at_the_end(patch: Patch) -> None:
         deadline_ns = now_ns + self._limits.lease_ns
         for name in asked.leases:
             known, why = self._find(name)
-            reader = lease.Reader(asked.rank, asked.process)
+            reader = lease.Reader(asked.rank, asked.incarnation)
             if known is None or self._leases[known].has_left(asked.engine_id, reader):
                 gone.append((name, why or lending.RELEASED))
                 continue
@@ -420,7 +420,7 @@ def held_at_the_end(patch: Patch) -> None:
                     rank=asked.rank,
                     ranks=asked.ranks,
                     deadline_ns=deadline_ns,
-                    process=asked.process,
+                    incarnation=asked.incarnation,
                 ),
             )
             held.append((name, max(0, self._leases[known].deadline_ns - now_ns)))
@@ -477,7 +477,9 @@ def repeats_are_counted(patch: Patch) -> None:
         repeated = any(event.rank in holder.released for holder in value.holders)
         for reader in [each for holder in after.holders for each in holder.promised]:
             if isinstance(event, lease.ReaderDone) and repeated:
-                after = with_reader(after, msgspec.structs.replace(event, rank=reader.rank, process=reader.process))
+                after = with_reader(
+                    after, msgspec.structs.replace(event, rank=reader.rank, incarnation=reader.incarnation)
+                )
         return after
 
     patch.attribute(lease, "_with_reader", count)

@@ -370,9 +370,9 @@ CRASH = ActorCrashed(actor="peer actor of p", error="KeyError()")
 STOPPED = ConnectorStopped(detail="shutdown")
 
 
-def _process(core: int, sender: int) -> str:
+def _incarnation(core: int, sender: int) -> str:
     """What P knows this one of the cores by that have been in this place."""
-    return f"process {core}.{sender}"
+    return f"incarnation {core}.{sender}"
 
 
 def _put(items: tuple[T, ...], index: int, item: T) -> tuple[T, ...]:
@@ -640,7 +640,7 @@ class Rules:
                 for old in range(self.decode_cores)
             ]
             names |= {
-                _process(old, sender): _process(new, sender)
+                _incarnation(old, sender): _incarnation(new, sender)
                 for old, new in enumerate(cores)
                 for sender in range(product.deviations + 1)
             }
@@ -1374,7 +1374,7 @@ class Turn:
                         ranks=ranks,
                         sent_ns=-message.age_ns,
                         leases=names,
-                        process=_process(message.core, message.sender),
+                        incarnation=_incarnation(message.core, message.sender),
                     ),
                 )
             case self_kind if self_kind == RELEASE:
@@ -1391,7 +1391,7 @@ class Turn:
                         rank=rank,
                         ranks=ranks,
                         leases=names,
-                        process=_process(message.core, message.sender),
+                        incarnation=_incarnation(message.core, message.sender),
                     ),
                 )
             case self_kind if self_kind == HEARTBEAT:

@@ -472,12 +472,12 @@ class Oracles:
     def hold(self, lent: Lent, asked: control.Hold, now_ns: int, leaves_ns: int | None = None) -> None:
         """A message has arrived that asks for it; a rank that has released it and has met P anew wants it again.
         `leaves_ns`: when the grace period is over of an engine that is to end."""
-        if asked.process in lent.left:
+        if asked.incarnation in lent.left:
             return
         holder = lent.holders.setdefault(asked.engine_id, Holder(ranks=asked.ranks))
         holder.ranks = max(holder.ranks, asked.ranks)
         holder.released.discard(asked.rank)
-        lent.promised.add(asked.process)
+        lent.promised.add(asked.incarnation)
         deadline_ns = now_ns + to_ns(self.options.kv_lease_duration)
         if leaves_ns is not None:
             deadline_ns = min(deadline_ns, leaves_ns)
@@ -492,8 +492,8 @@ class Oracles:
         holder = lent.holders.setdefault(asked.engine_id, Holder(ranks=asked.ranks))
         holder.ranks = max(holder.ranks, asked.ranks)
         holder.released.add(asked.rank)
-        lent.promised.discard(asked.process)
-        lent.left.add(asked.process)
+        lent.promised.discard(asked.incarnation)
+        lent.left.add(asked.incarnation)
 
     def take_over(self, owner: str, request_id: str, decode: str, consumer: str, ranks: int) -> None:
         """`consumer` on the ranks of `decode` is going to read the blocks."""

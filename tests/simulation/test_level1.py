@@ -326,7 +326,7 @@ def release_by_engine_id(patch: Patch) -> None:
     with_reader = lease._with_reader
 
     def without_processes(value: lease.Lease, event: lease.Held | lease.ReaderDone) -> lease.Lease:
-        return with_reader(value, msgspec.structs.replace(event, process=""))
+        return with_reader(value, msgspec.structs.replace(event, incarnation=""))
 
     patch.setattr(lease, "_with_reader", without_processes)
 

@@ -35,12 +35,12 @@ GRANTED = Granted(deadline_ns=100, latest_ns=1000)
 DONE, EXPIRED = FreeBlocks(expired=False), FreeBlocks(expired=True)
 
 
-def hold(engine_id: str = "d", ranks: int = 1, deadline_ns: int = 100, rank: int = 0, process: str = "a") -> Held:
-    return Held(engine_id=engine_id, rank=rank, ranks=ranks, deadline_ns=deadline_ns, process=process)
+def hold(engine_id: str = "d", ranks: int = 1, deadline_ns: int = 100, rank: int = 0, incarnation: str = "a") -> Held:
+    return Held(engine_id=engine_id, rank=rank, ranks=ranks, deadline_ns=deadline_ns, incarnation=incarnation)
 
 
-def release(rank: int | str = 0, ranks: int = 1, engine_id: str = "d", process: str = "a") -> ReaderDone:
-    return ReaderDone(engine_id=engine_id, rank=rank, ranks=ranks, process=process)
+def release(rank: int | str = 0, ranks: int = 1, engine_id: str = "d", incarnation: str = "a") -> ReaderDone:
+    return ReaderDone(engine_id=engine_id, rank=rank, ranks=ranks, incarnation=incarnation)
 
 
 def run(lease: Lease, *events: Event) -> tuple[Lease, list[Effect]]:
@@ -105,20 +105,22 @@ def test_a_rank_that_holds_again_after_its_release_wants_the_blocks_again() -> N
 def test_another_process_under_the_same_engine_id_does_not_release_what_was_promised_to_this_one(another: str) -> None:
     """Two engines were started with one id, an engine was started again, or a stranger knows an id: whoever was told
     that the blocks are kept may prove a READ by it, whatever another one says."""
-    lease, effects = run(HELD, hold(process="a"), hold(process=another), release(process=another))
+    lease, effects = run(HELD, hold(incarnation="a"), hold(incarnation=another), release(incarnation=another))
     assert (lease.state, effects) == (State.HELD, [])
-    lease, effects = run(lease, *[release(process=another)] * 3)
+    lease, effects = run(lease, *[release(incarnation=another)] * 3)
     assert (lease.state, effects) == (State.HELD, [])
-    assert run(lease, release(process="a"))[1] == [DONE]
+    assert run(lease, release(incarnation="a"))[1] == [DONE]
 
 
 def test_another_process_may_release_what_nobody_was_promised() -> None:
     """As after a restart of D, whose earlier process never asked."""
-    assert run(HELD, release(process="b"))[1] == [DONE]
+    assert run(HELD, release(incarnation="b"))[1] == [DONE]
 
 
 def test_what_a_process_that_has_ended_was_promised_ends_with_the_lease() -> None:
-    lease, effects = run(HELD, hold(process="a"), hold(process="b"), release(process="b"), DeadlinePassed(now_ns=100))
+    lease, effects = run(
+        HELD, hold(incarnation="a"), hold(incarnation="b"), release(incarnation="b"), DeadlinePassed(now_ns=100)
+    )
     assert (lease.state, effects) == (State.EXPIRED, [EXPIRED])
     assert holders_in_words(lease) == "held by d (1 of 1 ranks are done, and not 1 other process(es) of that id)"
 
@@ -226,7 +228,7 @@ def test_what_comes_after_the_end_frees_nothing_again(end: Event) -> None:
 
 _engines = st.sampled_from(["", "d", "e"])
 _ranks = st.integers(1, 3)
-_processes = st.sampled_from(["", "a", "b"])
+_incarnations = st.sampled_from(["", "a", "b"])
 _lease_ns = st.integers(1, 100)
 
 
@@ -286,21 +288,21 @@ class LeaseAgainstModel(RuleBasedStateMachine):
             self.latest_ns = max(self.promised_ns, event.latest_ns)
         self.settle()
 
-    @rule(engine_id=_engines, rank=st.integers(0, 2), ranks=_ranks, process=_processes, lease_ns=_lease_ns)
-    def hold(self, engine_id: str, rank: int, ranks: int, process: str, lease_ns: int) -> None:
-        self.feed(hold(engine_id, ranks, self.now_ns + lease_ns, rank, process))
+    @rule(engine_id=_engines, rank=st.integers(0, 2), ranks=_ranks, incarnation=_incarnations, lease_ns=_lease_ns)
+    def hold(self, engine_id: str, rank: int, ranks: int, incarnation: str, lease_ns: int) -> None:
+        self.feed(hold(engine_id, ranks, self.now_ns + lease_ns, rank, incarnation))
         if self.is_open:
             self.count(engine_id, ranks)
-            self.told.add((engine_id, rank, process))
+            self.told.add((engine_id, rank, incarnation))
             self.released[engine_id].discard(rank)
             self.promise(self.now_ns + lease_ns)
 
-    @rule(engine_id=_engines, rank=st.integers(0, 2), ranks=_ranks, process=_processes)
-    def release(self, engine_id: str, rank: int, ranks: int, process: str) -> None:
-        self.feed(release(rank, ranks, engine_id, process))
+    @rule(engine_id=_engines, rank=st.integers(0, 2), ranks=_ranks, incarnation=_incarnations)
+    def release(self, engine_id: str, rank: int, ranks: int, incarnation: str) -> None:
+        self.feed(release(rank, ranks, engine_id, incarnation))
         if self.is_open:
             self.count(engine_id, ranks)
-            self.told.discard((engine_id, rank, process))
+            self.told.discard((engine_id, rank, incarnation))
             self.released[engine_id].add(rank)
         self.settle()
 

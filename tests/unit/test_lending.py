@@ -379,14 +379,14 @@ def test_a_lease_is_held_by_a_bounded_number_of_engines() -> None:
     assert held_by(core, "d0") == "held"
 
 
-def test_a_lease_is_held_by_a_bounded_number_of_processes() -> None:
+def test_a_lease_is_held_by_a_bounded_number_of_incarnations() -> None:
     """A step costs as much as it has holders and processes of one, and anybody may claim to be one."""
     core = lent(NAME)
     for number in range(READERS_MAX):
         assert held_by(core, "d", f"{number:032x}") == "held"
     assert held_by(core, "d", "one too many") == lending.CROWDED
     assert held_by(core, "d", f"{0:032x}") == "held"
-    released = ReleaseAsked(reply_to=b"", engine_id="d", rank=0, ranks=1, leases=(NAME,), process="one too many")
+    released = ReleaseAsked(reply_to=b"", engine_id="d", rank=0, ranks=1, leases=(NAME,), incarnation="one too many")
     assert core.handle(released, 1) == [AnswerRelease(reply_to=b"", leases=(NAME,))]
     assert core.leases()[0].holders[0].released == frozenset()
 
@@ -399,11 +399,11 @@ def test_a_hold_that_comes_behind_its_own_release_keeps_nothing(is_granted: bool
         core = Lending(LIMITS)
         core.handle(lending.Computing(lease=NAME), 0)
     two_ranks = {"reply_to": b"", "engine_id": "d", "ranks": 2, "leases": (NAME,)}
-    core.handle(ReleaseAsked(**two_ranks, rank=0, process="a"), 1)
+    core.handle(ReleaseAsked(**two_ranks, rank=0, incarnation="a"), 1)
     assert held_by(core, "d", "a") == lending.RELEASED
     assert held_by(core, "d", "b") == "held", "another process of that rank, or the same that has met us anew"
-    core.handle(ReleaseAsked(**two_ranks, rank=0, process="b"), 1)
-    effects = core.handle(ReleaseAsked(**two_ranks, rank=1, process="c"), 1)
+    core.handle(ReleaseAsked(**two_ranks, rank=0, incarnation="b"), 1)
+    effects = core.handle(ReleaseAsked(**two_ranks, rank=1, incarnation="c"), 1)
     if not is_granted:
         effects = core.handle(lending.Granted(lease=NAME), 2)
     assert FreeBlocks(lease=NAME, expired=False) in effects
@@ -413,7 +413,7 @@ def test_who_names_a_lease_without_its_number_does_not_release_what_is_held_by_i
     """Two requests of one rank: a router has dropped the number from the parameters of one of them. To D these are two
     leases."""
     core, without = lent(NAME), LeaseName(NAME.request_id, 0)
-    speaks = {"reply_to": b"", "engine_id": "d", "rank": 0, "ranks": 1, "process": "a"}
+    speaks = {"reply_to": b"", "engine_id": "d", "rank": 0, "ranks": 1, "incarnation": "a"}
     for name in (NAME, without):
         (answer,) = core.handle(lending.HoldAsked(**speaks, sent_ns=0, leases=(name,)), 1)
         assert isinstance(answer, lending.AnswerHold)
@@ -428,16 +428,16 @@ def test_who_has_released_is_remembered_within_bounds() -> None:
     assert held_by(core, "other") == "held"
     for number in range(READERS_MAX + 2):
         core.handle(
-            ReleaseAsked(reply_to=b"", engine_id="d", rank=0, ranks=2, leases=(NAME,), process=f"{number:032x}"), 1
+            ReleaseAsked(reply_to=b"", engine_id="d", rank=0, ranks=2, leases=(NAME,), incarnation=f"{number:032x}"), 1
         )
     (holder,) = [each for each in core.leases()[0].holders if each.engine_id == "d"]
     assert len(holder.left) == READERS_MAX
 
 
-def held_by(core: Lending, engine_id: str, process: str = "") -> str:
+def held_by(core: Lending, engine_id: str, incarnation: str = "") -> str:
     """What this process is told when it asks for the lease."""
     asked = lending.HoldAsked(
-        reply_to=b"", engine_id=engine_id, rank=0, ranks=1, sent_ns=0, leases=(NAME,), process=process
+        reply_to=b"", engine_id=engine_id, rank=0, ranks=1, sent_ns=0, leases=(NAME,), incarnation=incarnation
     )
     (answer,) = core.handle(asked, 1)
     assert isinstance(answer, lending.AnswerHold)

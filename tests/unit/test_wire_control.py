@@ -48,9 +48,9 @@ from tests.unit.work import Work
 
 NUMBER_MAX = 2**63 - 1
 LEASES = (LeaseName("cmpl-a:b,c", 7), LeaseName("HB:x", 0))
-PROCESS = "0123456789abcdef" * 2
-HOLD = Hold(engine_id="decode", rank=3, ranks=2, sent_ns=5_000, leases=LEASES, process=PROCESS)
-RELEASE = Release(engine_id="decode", rank=3, ranks=2, leases=LEASES, process=PROCESS)
+INCARNATION = "0123456789abcdef" * 2
+HOLD = Hold(engine_id="decode", rank=3, ranks=2, sent_ns=5_000, leases=LEASES, incarnation=INCARNATION)
+RELEASE = Release(engine_id="decode", rank=3, ranks=2, leases=LEASES, incarnation=INCARNATION)
 ANSWER = HoldAnswer(
     sent_ns=5_000, held=(HeldLease("cmpl-a:b,c", 7, 30_000_000_000),), gone=(GoneLease("HB:x", 0, "expired"),)
 )
@@ -102,7 +102,7 @@ def test_what_is_on_the_wire() -> None:
         "ranks": 2,
         "sent_ns": 5_000,
         "leases": leases,
-        "process": PROCESS,
+        "incarnation": INCARNATION,
     }
     assert _wire(LEAVING) == {"type": "leaving", "grace_ns": 4_000}
     assert _wire(LEAVE) == {"type": "leave", "grace_ns": 5_000, "secret": bytes(range(16))}
@@ -112,7 +112,7 @@ def test_what_is_on_the_wire() -> None:
         "rank": 3,
         "ranks": 2,
         "leases": leases,
-        "process": PROCESS,
+        "incarnation": INCARNATION,
     }
     assert _wire(ANSWER) == {
         "type": "hold_answer",
@@ -253,7 +253,7 @@ def test_a_field_that_is_there_twice_is_refused(message: Any, field: str, elemen
     assert _decoder(message)([over_and_over(message, field, [element], 1)])
 
 
-OPTIONAL = ("held", "gone", "process")
+OPTIONAL = ("held", "gone", "incarnation")
 REQUIRED = [(message, field) for message in MESSAGES for field in _wire(message) if field not in OPTIONAL]
 
 

@@ -40,7 +40,7 @@ ADDED = {"added_by_a_later_version": [1, {"x": "y"}]}
 LEASE = LeaseName("p-1", 7)
 KEYS = parse_keys("k1 " + "ab" * 32)
 PROMPT = [1, 2, 3, 50_000]
-PROCESS = "cd" * 16
+INCARNATION = "cd" * 16
 
 METADATA = AgentMetadata(
     engine_id="p",
@@ -136,11 +136,12 @@ MESSAGES = {
         _advertisement,
     ),
     "hold": _control(
-        control.Hold(engine_id="d", rank=1, ranks=2, sent_ns=5, leases=(LEASE,), process=PROCESS),
+        control.Hold(engine_id="d", rank=1, ranks=2, sent_ns=5, leases=(LEASE,), incarnation=INCARNATION),
         control.decode_request,
     ),
     "release": _control(
-        control.Release(engine_id="d", rank=1, ranks=2, leases=(LEASE,), process=PROCESS), control.decode_request
+        control.Release(engine_id="d", rank=1, ranks=2, leases=(LEASE,), incarnation=INCARNATION),
+        control.decode_request,
     ),
     "ask sums": _control(control.AskSums(lease=LEASE, part=1), control.decode_request),
     "inspect": _control(

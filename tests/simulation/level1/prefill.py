@@ -501,11 +501,11 @@ class PrefillRank(Executor):
             ranks, released = holders.get(asked.engine_id, (0, set()))
             if is_release:
                 released.add(asked.rank)
-                prompt.askers[self.number].discard(asked.process)
-                prompt.leavers[self.number].add(asked.process)
-            elif asked.process not in prompt.leavers[self.number]:
+                prompt.askers[self.number].discard(asked.incarnation)
+                prompt.leavers[self.number].add(asked.incarnation)
+            elif asked.incarnation not in prompt.leavers[self.number]:
                 released.discard(asked.rank)
-                prompt.askers[self.number].add(asked.process)
+                prompt.askers[self.number].add(asked.incarnation)
                 self._touch(prompt, until_ns)
             holders[asked.engine_id] = (max(ranks, asked.ranks), released)
         self.deliver(asked)

@@ -61,7 +61,7 @@ class Question:
 class Reader(Executor):
     """See the module's docstring. `engine` stands for the address, `key` is its name in the roster."""
 
-    __slots__ = ("_connections", "_process", "_question", "core", "engine", "engine_id", "key", "rank")
+    __slots__ = ("_connections", "_incarnation", "_question", "core", "engine", "engine_id", "key", "rank")
 
     def __init__(self, rank: DecodeRank, engine: PrefillEngine, key: PeerKey) -> None:
         world = rank.world
@@ -91,7 +91,7 @@ class Reader(Executor):
         self.core = self._core = world.cores.remote_engine(
             key.engine_id, engine.name, world.cluster.engine, identity=rank.name, observe=self.observer
         )
-        self._process = rank.draw_name()
+        self._incarnation = rank.draw_name()
         self._connections: dict[int, Connection] = {}
         self._question: Question | None = None
 
@@ -297,7 +297,7 @@ class Reader(Executor):
             ranks=connection.consumers,
             sent_ns=effect.sent_ns,
             leases=effect.leases,
-            process=self._process,
+            incarnation=self._incarnation,
         )
         connection.link.send(connection.ranks[effect.rank].hear, asked)
 
@@ -309,7 +309,7 @@ class Reader(Executor):
             rank=self.rank.number,
             ranks=connection.consumers,
             leases=effect.leases,
-            process=self._process,
+            incarnation=self._incarnation,
         )
         connection.link.send(connection.ranks[effect.rank].hear, asked)
 

@@ -69,7 +69,7 @@ PROOF = (
     Mutant(
         name="lease let go of with who is turned away",
         broken="a lease that is to be kept is released when the request that says so is turned away by the roster",
-        changes=(Edit(RemoteEngine._release_unread, "claim.is_kept or event.keeps_lease", "claim.is_kept"),),
+        changes=(Edit(RemoteEngine._release_unread, ", keeps=event.keeps_lease", ""),),
         place=Explored(within(KEPT, 1), "invariant 3"),
     ),
     Mutant(
@@ -391,7 +391,7 @@ KEEPING = (
         rule="released by the last",
         row=56,
         broken="a request that names a lease which is held already does not count as its user",
-        changes=(Edit(Claims.want, "    claim.users[request_id] = None\n        return claim", "    return claim"),),
+        changes=(Edit(Claims.want, "users[request_id] = None\n        claim.is_kept", "is_kept"),),
         place=Explored(within(SHARED, 0), "RemoteEngine raises"),
     ),
     Mutant(

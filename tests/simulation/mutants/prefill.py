@@ -96,7 +96,7 @@ READERS = (
         rule="who was promised",
         row=19,
         broken="a request that names a lease without its number ends it for one that is read by its number",
-        changes=(Edit(lending._reader, "name.number or not asked.process", "True"),),
+        changes=(Edit(lending._reader, "name.number or not asked.incarnation", "True"),),
         place=Explored(within(TWO_NAMES, 1), "invariant 5"),
     ),
     Mutant(
@@ -108,12 +108,12 @@ READERS = (
         place=Explored(within(ONE, 2), "invariant 5"),
     ),
     Mutant(
-        name="processes without bound",
+        name="incarnations without bound",
         rule="late and repeated messages",
         row=50,
-        broken="whoever names a lease under ever new names of processes makes each step of it dearer",
+        broken="whoever names a lease under ever new incarnations makes each step of it dearer",
         changes=(Edit(Lending._is_full, "len(known.promised) >= machine.READERS_MAX", "False"),),
-        place=ByTest(LENDING + "::test_a_lease_is_held_by_a_bounded_number_of_processes"),
+        place=ByTest(LENDING + "::test_a_lease_is_held_by_a_bounded_number_of_incarnations"),
     ),
     Mutant(
         name="who only releases is no reader",
