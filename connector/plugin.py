@@ -12,6 +12,7 @@ import functools
 import os
 import re
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -49,8 +50,11 @@ def check_options(vllm_config: VllmConfig) -> None:
 def _check_options(vllm_config: VllmConfig, config: KVTransferConfig) -> None:
     """Check the options of one connector, and of those in it."""
     if config.kv_connector == _SEVERAL:
-        for child in config.kv_connector_extra_config.get("connectors", []):
-            _check_options(vllm_config, _config_of(child, config))
+        children = [_config_of(child, config) for child in config.kv_connector_extra_config.get("connectors", [])]
+        for child in children:
+            _check_options(vllm_config, child)
+        if any(_is_ours(child) for child in children):
+            _require_that_others_bear_stages(vllm_config, children)
     elif _is_ours(config):
         from connector.config import check_trace_directory, parse_options
         from connector.key_files import check_key_files
@@ -177,6 +181,27 @@ def _require_engines_that_stay(vllm_config: VllmConfig) -> None:
             " the connector is not told when"
         )
         raise UnsupportedCache("enable_elastic_ep", True, expected)
+
+
+def _require_that_others_bear_stages(vllm_config: VllmConfig, children: Sequence[KVTransferConfig]) -> None:
+    """Raise UnsupportedCache for pipeline stages where one of several connectors raises for them. Each is told what the
+    workers of all connectors say of themselves, and vLLM's base class raises for what comes from a second stage."""
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages == 1:
+        return
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
+
+    for child in children:
+        found = KVConnectorFactory.get_connector_class(child)
+        if found.set_xfer_handshake_metadata_pp_aware is KVConnectorBase_V1.set_xfer_handshake_metadata_pp_aware:
+            from connector.unsupported import UnsupportedCache
+
+            expected = (
+                f"1, or this connector without {child.kv_connector} beside it, which raises for what a rank of a second"
+                " stage tells others"
+            )
+            raise UnsupportedCache(f"pipeline_parallel_size with {_SEVERAL}", stages, expected)
 
 
 def _require_memory_that_stays(vllm_config: VllmConfig, config: KVTransferConfig) -> None:

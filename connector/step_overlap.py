@@ -1,4 +1,5 @@
-"""Whether an engine may read KV from others, seen from what vLLM does with the blocks of a request that has ended.
+"""Whether an engine may read KV from others, seen from its ranks and from what vLLM does with the blocks of a request
+that has ended.
 
 Where steps overlap, a step may still write into the blocks of a request that was aborted or preempted after it had
 been scheduled. A step that follows comes later on the device, so vLLM may give such blocks away at once. A READ is not
@@ -21,7 +22,10 @@ if TYPE_CHECKING:
 
 
 def may_read(vllm_config: VllmConfig) -> bool:
-    """Whether vLLM keeps blocks for long enough that a READ may be made into what it hands out."""
+    """Whether all ranks can load KV, and vLLM keeps blocks for long enough that a READ may be made into what it hands
+    out."""
+    if vllm_config.parallel_config.prefill_context_parallel_size > 1:
+        return False  # copies read nothing (`worker/parallelism.py`)
     return bool(vllm_config.kv_transfer_config.is_kv_consumer or vllm_config.max_concurrent_batches == 1)
 
 

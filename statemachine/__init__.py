@@ -27,6 +27,7 @@ Imports neither trio, zmq, torch, nixl nor vllm (tests/unit/test_imports.py enfo
     quarantine     when blocks in quarantine are too many to go on reading
     outcome        what an event of a core has led to: effects, and steps for its observer
     deadlines      the timers of a core
+    pauses         between attempts: they double, and differ from rank to rank
     remembered     keys that are remembered, the newest ones
     failures       why something has failed: types
     trace          the record of one transition, and who is told of it

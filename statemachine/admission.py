@@ -47,6 +47,7 @@ from collections.abc import Iterable
 import msgspec
 
 from statemachine.deadlines import NS_PER_SECOND
+from statemachine.pauses import doubled_ns
 
 TOO_MANY = "too many connections"
 NO_DESCRIPTORS = "no file descriptor was left for another connection"
@@ -418,8 +419,8 @@ class Admission:
     def _shut_out(self, address: _Address, now_ns: int) -> None:
         rates = self._rates
         self._forgive(address, now_ns)
-        seconds_ns = min(rates.shut_out_ns_max, rates.shut_out_ns << address.strikes)
-        address.shut_out_until_ns = max(address.shut_out_until_ns, now_ns + seconds_ns)
+        pause_ns = doubled_ns(rates.shut_out_ns, rates.shut_out_ns_max, address.strikes)
+        address.shut_out_until_ns = max(address.shut_out_until_ns, now_ns + pause_ns)
         address.strikes = min(address.strikes + 1, SHUT_OUT_DOUBLINGS_MAX)
 
     def _meet(self, address: str, now_ns: int) -> _Address:

@@ -11,7 +11,8 @@ place is asked first; engines with this connector say there who they are and how
 request would have said. A built-in engine does not say its sizes, so it cannot be met before a request that does: it is
 asked again now and then, because another engine may take its place.
 
-Whatever fails is tried again, after a pause that doubles, and said once until the engine has been met. An engine whose
+Whatever fails is tried again, after a pause that doubles, and said once until the engine has been met. Ranks that lose
+an engine together do not come back to it together: their pauses differ. An engine whose
 connection is lost is met again: it, or the one that has taken its place. No engine that is connected is given up for
 one that nobody has asked for yet (`roster.py`), and requests do not wait for any of this: a request for an engine that
 is being met shares the handshake, as requests share theirs.
@@ -31,6 +32,7 @@ import msgspec
 
 from statemachine.deadlines import Deadlines
 from statemachine.kernel import NO_EFFECTS, Effect, Event, Machine, MachineState, pairs, to
+from statemachine.pauses import doubled_ns, spread_ns
 
 PLACES_MAX = 256
 
@@ -232,10 +234,14 @@ class Introductions:
     """All of a rank. Sans I/O: `handle` and `advance` return what to do, in order. See the module's docstring.
 
     Its events are Named, EngineConnected and EngineLost, and of the machine those that name a place: Answered, Failed.
+
+    Args:
+        identity: of the rank; it decides where in a range its pauses end (`pauses.spread_ns`).
     """
 
-    def __init__(self, limits: IntroductionLimits) -> None:
+    def __init__(self, limits: IntroductionLimits, identity: str = "") -> None:
         self._limits = limits
+        self._identity = identity
         self._values: dict[Place, Introduction] = {}
         # Places whose engine is this one; never empty.
         self._of_engine: dict[Engine, set[Place]] = {}
@@ -343,8 +349,8 @@ class Introductions:
         for effect in effects:
             match effect:
                 case StartPause(failures=failures):
-                    pause_ns = self._limits.pause_first_ns << min(failures - 1, 30)
-                    self._timers.set(place, now_ns + min(self._limits.pause_max_ns, pause_ns))
+                    pause_ns = doubled_ns(self._limits.pause_first_ns, self._limits.pause_max_ns, failures - 1)
+                    self._timers.set(place, now_ns + spread_ns(pause_ns, self._identity, place, failures))
                 case Meet():
                     self._timers.set(place, now_ns + MEETING_TIMEOUTS * self._limits.handshake_ns)
                     self._effects.append(effect)

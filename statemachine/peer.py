@@ -28,8 +28,10 @@ pool with requests that wait for it. The delay doubles from attempt to attempt, 
 refused the connection, which costs nobody any time (`remote_engine`). An attempt that was made only to say releases
 begins no back-off: the engine that takes the place of a dead one must not find one that nobody needed.
 
-A connection is of use once a READ has ended well over it. One that is lost before that is rebuilt at once, because it
-may have met a process that was about to end; the second in a row, and those after it, wait as after a failed attempt.
+A connection is of use once a READ has ended well over it. So is one that has stood for as long as the longest back-off
+and is lost while nobody reads: an engine that is met before a request needs it, or is seldom asked, may be lost like
+that again and again. One that was of no use is rebuilt at once, because it may have met a process that was about to
+end; the second in a row, and those after it, wait as after a failed attempt.
 Otherwise an engine that answers handshakes, and whose data nobody can read, would be shaken hands with for every
 request, and each new connection keeps a file descriptor open on both sides (docs/nixl.md).
 """
@@ -97,8 +99,7 @@ class BackoffElapsed(Event, frozen=True, kw_only=True):
 
 
 class ConnectionSuspect(Event, frozen=True, kw_only=True):
-    """Nothing may be read over this connection any more; see the module's docstring. `was_of_use`: a READ has ended
-    well over it."""
+    """Nothing may be read over this connection any more; see the module's docstring, also for what is of use."""
 
     failure: Failure
     was_of_use: bool

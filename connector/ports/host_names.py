@@ -7,7 +7,8 @@ have given up. Names come from requests, so names that hang must not keep others
 for another. All that want a name wait for the same answer. If the thread that is to give it has been out for long, the
 next who comes sends another one, because a new question may find more. The first thread that finds something answers
 for both; that nothing was found counts only from the newest. At most QUESTIONS_MAX threads are out for names that were
-never found, and as many for those that were; beyond, a name is refused at once, unless it is being asked about already.
+never found, and as many for those that were. Beyond, a name waits for one to come back, as after a start with hundreds
+of engines; it is refused as soon as one has been out for long, unless it is being asked about already.
 
 An answer may take longer than anybody waits: the resolver gives a silent name server five seconds before it asks the
 next one. So an answer that was slow is used for a while. One that was quick is not, because the host may get another
@@ -65,8 +66,9 @@ class HostNames:
 
     def __init__(self) -> None:
         self._inquiries: dict[str, _Inquiry] = {}
-        # Threads that are out, by whether the name was found before.
-        self._out = {False: 0, True: 0}
+        # Since when threads are out, the oldest first, by whether the name was found before.
+        self._out: dict[bool, dict[tuple[_Inquiry, int], float]] = {False: {}, True: {}}
+        self._one_is_back = trio.Event()
         # The names that were found last, the newest last.
         self._found: dict[str, _Found] = {}
 
@@ -88,26 +90,29 @@ class HostNames:
         if found is not None and trio.current_time() < found.until:
             await trio.lowlevel.checkpoint()
             return found.addresses
-        inquiry = self._inquiry(host, port)
+        inquiry = await self._inquiry(host, port)
         await inquiry.is_answered.wait()
         if not inquiry.addresses:
             raise NameNotResolved(host, port, inquiry.problem)
         return inquiry.addresses
 
-    def _inquiry(self, host: str, port: int) -> _Inquiry:
+    async def _inquiry(self, host: str, port: int) -> _Inquiry:
         """What is being asked about this name; another thread asks if that has been so for long."""
-        was_found = host in self._found
-        may_ask = self._out[was_found] < QUESTIONS_MAX
-        inquiry = self._inquiries.get(host)
-        if inquiry is None:
-            if not may_ask:
+        while host not in self._inquiries and len(out := self._out[host in self._found]) >= QUESTIONS_MAX:
+            patience_seconds = next(iter(out.values())) + AGAIN_SECONDS - trio.current_time()
+            if patience_seconds <= 0:
                 problem = f"{QUESTIONS_MAX} questions wait for a name server that does not answer"
                 raise NameNotResolved(host, port, problem)
+            with trio.move_on_after(patience_seconds):
+                await self._one_is_back.wait()
+        was_found = host in self._found
+        inquiry = self._inquiries.get(host)
+        if inquiry is None:
             inquiry = self._inquiries[host] = _Inquiry()
-        if may_ask and trio.current_time() - inquiry.began >= AGAIN_SECONDS:
+        if len(self._out[was_found]) < QUESTIONS_MAX and trio.current_time() - inquiry.began >= AGAIN_SECONDS:
             inquiry.began = trio.current_time()
             inquiry.threads += 1
-            self._out[was_found] += 1
+            self._out[was_found][inquiry, inquiry.threads] = inquiry.began
             # A task of the run: the task that asks may give up, and others wait for the same answer.
             trio.lowlevel.spawn_system_task(partial(self._look_up, host, inquiry, inquiry.threads, was_found=was_found))
         return inquiry
@@ -126,7 +131,9 @@ class HostNames:
         except Exception as error:  # a task of the run itself must not raise: everything would end
             problem = str(error) if isinstance(error, OSError | UnicodeError) else repr(error)
         finally:
-            self._out[was_found] -= 1
+            del self._out[was_found][inquiry, number]
+            self._one_is_back.set()
+            self._one_is_back = trio.Event()
             if inquiry.addresses or number == inquiry.threads:
                 inquiry.problem = problem
                 if self._inquiries.get(host) is inquiry:

@@ -9,8 +9,9 @@ Contract
   no way to send again: after a timeout or a cancellation the requester is closed and a fresh one is made, because the
   built-in listener has no room for a request id and a late reply could be taken for the next one's.
 * `ask` raises `PortRefused` as soon as an attempt to connect fails: nobody listens on that port, or there is no way to
-  the host; and when the process that listened there ends before it has greeted. A host that does not answer at all is a
-  matter of the caller's timeout.
+  the host; and when the process that listened there ends before it has greeted. It raises `ConnectionEnded` as soon as
+  the connection ends later, unless the reply has come. A host that does not answer at all is a matter of the caller's
+  timeout.
 * A side channel may have keys, and be restricted to address ranges. `ask` raises `AccessRefused`, before it connects,
   for an address outside of them, and as soon as the other end does not let it in, or cannot prove that it has a key
   that is accepted here. From a process that a listener does not let in, nothing is handed out, and nothing is
@@ -130,6 +131,10 @@ class PortRefused(SideChannelError):
         return "nothing listens there: the engine has ended, or the address is wrong"
 
 
+class ConnectionEnded(SideChannelError):
+    """The other end has ended the connection, or its machine has, before the question was answered."""
+
+
 class NameNotResolved(SideChannelError):
     """The name server does not know the host, or cannot be asked. `error` is what the resolver said."""
 
@@ -183,6 +188,8 @@ def failure_of(error: SideChannelError, *, peer: str, address: str) -> PeerFailu
             return NotAllowed(peer=peer, address=address, detail=error.error)
         case NotASideChannel():
             return HandshakeMalformed(peer=peer, address=address, field="greeting", detail=error.error)
+        case ConnectionEnded():
+            return HandshakeRefused(peer=peer, address=address, detail=error.error)
         case _:
             detail = f"its address cannot be used: {error.error}"
             return HandshakeRefused(peer=peer, address=address, detail=detail)

@@ -51,6 +51,12 @@ class WorkerContext:
     log_crash: Callable[[str, BaseException], None]
     event_log: EventLog
 
+    @property
+    def identity(self) -> str:
+        """Of this rank among all that may wait for the same engine: their pauses differ by it."""
+        layout = self.local.layout
+        return f"{layout.engine_id}/{layout.tp_rank}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ActorContext(WorkerContext):

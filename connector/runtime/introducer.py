@@ -39,6 +39,7 @@ class Introducer:
 
     Args:
         own_engine_id: of this engine.
+        identity: of this rank.
         meet: hands the command to the roster.
         is_connected: whether this engine is connected now.
         say: writes a line for people.
@@ -50,6 +51,7 @@ class Introducer:
         *,
         options: ConnectorOptions,
         own_engine_id: str,
+        identity: str,
         side_channel: SideChannel,
         clock: Clock,
         meet: Callable[[MeetPeer], None],
@@ -71,7 +73,8 @@ class Introducer:
                 pause_max_ns=to_ns(options.backoff_max_seconds),
                 handshake_ns=to_ns(options.handshake_timeout_seconds),
                 forget_ns=to_ns(options.engine_ttl) if options.engine_ttl > 0 else None,
-            )
+            ),
+            identity,
         )
         self._to_name: list[str] = list(options.known_peers)
         self._nursery: trio.Nursery | None = None

@@ -108,7 +108,7 @@ class PeerActor:
             address.engine_id,
             address,
             engine_limits(context.options),
-            identity=f"{local.engine_id}/{local.tp_rank}",
+            identity=context.identity,
             observe=self.observer,
         )
         self._notices = WaitNotices(

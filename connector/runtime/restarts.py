@@ -10,12 +10,14 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
+from connector.clock import NS_PER_SECOND, to_ns
+from statemachine.pauses import doubled_ns
+
 RESTART_DELAY_SECONDS_MAX = 5.0
 RESTART_FORGIVEN_SECONDS = 1.0
 """A task that ran for so long starts again with the shortest delay: it does not crash on everything."""
 
 _SHORTEST_DELAY_SECONDS = 0.002
-_DOUBLINGS_MAX = 12
 
 
 def _nothing_to_recover(error: BaseException) -> None:
@@ -48,8 +50,7 @@ async def keep_running(
                 recover(error)
             except Exception as second_error:
                 log_crash(name, second_error)
-            # The exponent has a bound: a float has one too.
-            delay_seconds = _SHORTEST_DELAY_SECONDS * 2 ** min(crashes_in_a_row - 1, _DOUBLINGS_MAX)
-            await trio.sleep(min(RESTART_DELAY_SECONDS_MAX, delay_seconds))
+            first_ns, max_ns = to_ns(_SHORTEST_DELAY_SECONDS), to_ns(RESTART_DELAY_SECONDS_MAX)
+            await trio.sleep(doubled_ns(first_ns, max_ns, crashes_in_a_row - 1) / NS_PER_SECOND)
         else:
             return

@@ -123,6 +123,7 @@ class Supervisor:
         self._introducer = Introducer(
             options=options,
             own_engine_id=worker.local.layout.engine_id,
+            identity=worker.identity,
             side_channel=worker.side_channel,
             clock=worker.clock,
             meet=self.deliver,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from connector.clock import Clock
+from connector.descriptor_limit import raise_descriptor_limit
 from connector.observe import catalogue
 from connector.observe.log import StrangerLog, get_logger, root_cause
 from connector.observe.log import log_crash as log_actor_crash
@@ -81,6 +82,7 @@ class ListenerThread:
 
     def start(self) -> None:
         """Bind and serve. Raises ThreadStartError when the address cannot be used."""
+        raise_descriptor_limit()  # by which connections are counted
         self._thread.start()
 
     def stop_serving(self, reason: str) -> None:

@@ -132,7 +132,10 @@ class Pulls:
                 return None
             if not self._may_read:
                 # A request that belongs to D. What is read for it could be overwritten: see `step_overlap`.
-                expected = "false on an engine of kv_role kv_producer with async scheduling"
+                expected = (
+                    "false on an engine of kv_role kv_producer with steps that overlap (async scheduling, pipeline"
+                    " stages), or with prefill_context_parallel_size above 1"
+                )
                 raise ParamsError(BadParams(field="do_remote_prefill", expected=expected, found="true"))
             remote = self._genuine(parse_remote_prefill(params_untrusted), lends_back=False)
             if remote.num_tokens is None:

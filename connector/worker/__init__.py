@@ -20,7 +20,6 @@ host_staging        buffers on the host, and the copies to and from the device
 device_stream       the stream of our own work on the device, and waits for a device
 step_fence          what a step writes late, and who waits for it
 block_sums          checksums of blocks, where they lie
-descriptor_limit    how many files and sockets the worker may have open
 control_socket      at which port the worker listens
 switch_interval     how soon our threads get the interpreter
 engine_facts        what tools are told of this worker

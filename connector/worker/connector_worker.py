@@ -27,6 +27,7 @@ from connector.actor_death import act_on
 from connector.addresses import join_address
 from connector.clock import BootClock
 from connector.config import ConnectorOptions
+from connector.descriptor_limit import raise_descriptor_limit
 from connector.key_files import channel_access
 from connector.layout.geometry import RankLayout
 from connector.layout.verification import lent_blocks, lent_runs
@@ -47,7 +48,9 @@ from connector.protocol import (
     Command,
     LeaseGranted,
     LoadFailed,
+    RejectPull,
     SendEnded,
+    StartPull,
     SumsFound,
     SumsWanted,
     WarmedUp,
@@ -71,7 +74,6 @@ from connector.worker.block_sums import BlockSums
 from connector.worker.cache_memory import CacheMemory, scratch_beside
 from connector.worker.control_socket import control_port, listening_host, open_control_socket
 from connector.worker.cpu_attention import packed_blocks
-from connector.worker.descriptor_limit import raise_descriptor_limit
 from connector.worker.device_stream import make_current
 from connector.worker.engine_facts import engine_facts
 from connector.worker.finishing import Finishing, run_at_once, run_on
@@ -422,9 +424,9 @@ class ConnectorWorker:
         """Hand this step's commands to the actors. Raises CopyOperationMissing: nothing could be transferred then."""
         thread = self._thread
         self.note_warm()
-        if self._is_copy:
-            self._end_sends(metadata.commands)
         commands = metadata.commands
+        if self._is_copy:
+            self._answer_as_copy(commands)
         if thread is None or not commands:
             return
         if self._staging is not None:
@@ -433,7 +435,7 @@ class ConnectorWorker:
         for command in commands:
             self.ledger.enter(command)
             if is_dead:
-                self.ledger.refuse(command)
+                self.ledger.refuse(command, "its actors died earlier")
         if is_dead:
             return
         for command in commands:
@@ -467,12 +469,19 @@ class ConnectorWorker:
             thread.post(found)
         thread.flush()
 
-    def _end_sends(self, commands: Sequence[Command]) -> None:
-        """Nobody reads from a copy, and vLLM frees blocks when all ranks say that they were read."""
+    def _answer_as_copy(self, commands: Sequence[Command]) -> None:
+        """Nobody reads from a copy, and it reads nothing. vLLM waits until all ranks say that what is lent was read,
+        and that a request which loads has ended, also where it is refused."""
         for command in commands:
-            if isinstance(command, LeaseGranted):
-                self.ledger.enter(command)
-                self.ledger.record(SendEnded(request_id=command.lease.request_id, expired=False))
+            match command:
+                case LeaseGranted(lease=lease):
+                    self.ledger.enter(command)
+                    self.ledger.record(SendEnded(request_id=lease.request_id, expired=False))
+                case StartPull() | RejectPull():
+                    self.ledger.enter(command)
+                    self.ledger.refuse(command, "its rank holds a copy of another one's KV, and reads nothing")
+                case _:
+                    pass
 
     def note_step(self, metadata: StepMetadata) -> None:
         """The device has been given all that this step computes, drafts included."""

@@ -110,11 +110,12 @@ class TransferLedger:
             case _:
                 pass
 
-    def refuse(self, command: Command) -> None:
-        """The actors are dead and will not see this command: no READ of it exists, so its blocks are free."""
+    def refuse(self, command: Command, detail: str) -> None:
+        """There are no actors who will see this command, for this reason: no READ of it exists, so its blocks are
+        free."""
         match command:
             case StartPull() | RejectPull():
-                failure = ConnectorStopped(detail="its actors died earlier")
+                failure = command.failure if isinstance(command, RejectPull) else ConnectorStopped(detail=detail)
                 self._events.append(
                     ReceiveEnded(
                         request_id=command.request_id,

@@ -20,6 +20,7 @@ class Connection:
             there is none.
         unsettled: READs that failed on it and may still write, as (request id, number).
         was_of_use: a READ has ended well over it.
+        of_use_from_ns: if it is lost after that, and nobody reads over it then, it has been of use all the same.
         failure: what first made it suspect.
         is_torn_down: its agents are removed. It is forgotten when nothing is unsettled either.
     """
@@ -30,14 +31,16 @@ class Connection:
         "is_tearing_down",
         "is_torn_down",
         "number",
+        "of_use_from_ns",
         "open_reads",
         "unsettled",
         "was_of_use",
         "workers",
     )
 
-    def __init__(self, number: int, workers: tuple[str, ...], *, is_builtin: bool) -> None:
+    def __init__(self, number: int, workers: tuple[str, ...], of_use_from_ns: int, *, is_builtin: bool) -> None:
         self.number = number
+        self.of_use_from_ns = of_use_from_ns
         self.workers = workers
         self.is_builtin = is_builtin
         self.open_reads: dict[tuple[str, int], None] = {}
@@ -52,8 +55,12 @@ class Connection:
         """How many partners we have on P."""
         return len(self.workers)
 
+    def has_stood_idle(self, now_ns: int) -> bool:
+        """Whether it has stood for long enough to be of use, and nobody reads over it."""
+        return now_ns >= self.of_use_from_ns and not (self.open_reads or self.unsettled)
+
     def copy(self) -> Connection:
-        other = Connection(self.number, self.workers, is_builtin=self.is_builtin)
+        other = Connection(self.number, self.workers, self.of_use_from_ns, is_builtin=self.is_builtin)
         other.open_reads = dict(self.open_reads)
         other.unsettled = dict(self.unsettled)
         other.was_of_use = self.was_of_use
@@ -61,9 +68,10 @@ class Connection:
         other.is_tearing_down, other.is_torn_down = self.is_tearing_down, self.is_torn_down
         return other
 
-    def freeze(self) -> Hashable:
+    def freeze(self, now_ns: int) -> Hashable:
         return (
             self.number,
+            max(0, self.of_use_from_ns - now_ns),
             self.ranks,
             self.is_builtin,
             frozenset(self.open_reads),
@@ -150,9 +158,9 @@ class Connections:
         other._quarantined = {request_id: set(reads) for request_id, reads in self._quarantined.items()}
         return other
 
-    def freeze(self) -> Hashable:
+    def freeze(self, now_ns: int) -> Hashable:
         return (
-            frozenset(each.freeze() for each in self._by_number.values()),
+            frozenset(each.freeze(now_ns) for each in self._by_number.values()),
             self.current.number if self.current is not None else None,
             frozenset((request_id, frozenset(reads)) for request_id, reads in self._quarantined.items()),
         )

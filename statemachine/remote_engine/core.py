@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Hashable
 from typing import Any, assert_never
 
@@ -30,6 +29,7 @@ from statemachine.failures import (
 from statemachine.kernel import Event, Machine, ProtocolError
 from statemachine.lease import LeaseName
 from statemachine.outcome import Outcome
+from statemachine.pauses import doubled_ns, spread_ns
 from statemachine.remote_engine.claims import ASSUMED_OVER, LEFT, RESTARTED, Claim, Claims
 from statemachine.remote_engine.connections import Connection, Connections
 from statemachine.remote_engine.messages import (
@@ -527,7 +527,8 @@ class RemoteEngine:
                     assert_never(effect)
 
     def _connect(self, event: Connected, now_ns: int) -> None:
-        connection = Connection(event.connection, event.workers, is_builtin=event.is_builtin)
+        of_use_from_ns = now_ns + self._limits.backoff_max_ns
+        connection = Connection(event.connection, event.workers, of_use_from_ns, is_builtin=event.is_builtin)
         self._connections.add(connection)
         if self._peer.state is not peer.State.HANDSHAKING:
             return  # its executor crashed meanwhile, and the attempt was answered for; `_follow_up` tears it down
@@ -568,8 +569,8 @@ class RemoteEngine:
             has_ended = isinstance(failure, ControlLinkLost) or is_transport_lost(failure)
             if has_ended and self._departure.state is departure.State.LEAVING:
                 failure = self._left(failure)
-            suspect = peer.ConnectionSuspect(failure=failure, was_of_use=connection.was_of_use)
-            self._step_peer(suspect, now_ns)
+            was_of_use = connection.was_of_use or (has_ended and connection.has_stood_idle(now_ns))
+            self._step_peer(peer.ConnectionSuspect(failure=failure, was_of_use=was_of_use), now_ns)
             if has_ended:
                 self._step_departure(departure.ConnectionEnded(), now_ns)
 
@@ -625,11 +626,8 @@ class RemoteEngine:
             # Asking again costs a round trip, and an engine that is started again is to be served at once.
             delay_ns = limits.backoff_first_ns
         else:
-            delay_ns = min(limits.backoff_max_ns, limits.backoff_first_ns << min(effect.failures - 1, 30))
-        # Between half and all of it, by who asks whom how often: two decode ranks do not come back together, and the
-        # same run comes out the same.
-        draw = zlib.crc32(f"{self._identity}/{self.engine_id}/{effect.failures}".encode()) / 2**32
-        self._backoff_until_ns = now_ns + round(delay_ns * (0.5 + draw / 2))
+            delay_ns = doubled_ns(limits.backoff_first_ns, limits.backoff_max_ns, effect.failures - 1)
+        self._backoff_until_ns = now_ns + spread_ns(delay_ns, self._identity, self.engine_id, effect.failures)
         self._timers.set(("backoff", None), self._backoff_until_ns)
 
     def _tear_down(self, connection: Connection) -> None:
@@ -873,7 +871,7 @@ class RemoteEngine:
             self._is_stopped,
             frozenset(self._freeze_request(each, now_ns) for each in self._requests.values()),
             self._timers.freeze(now_ns),
-            self._connections.freeze(),
+            self._connections.freeze(now_ns),
             self._claims.freeze(now_ns),
         )
 

@@ -18,6 +18,7 @@ import trio
 from connector.ports.side_channel import (
     FRAMES_TOO_MANY_MAX,
     AccessRefused,
+    ConnectionEnded,
     Link,
     LinkEnded,
     Listener,
@@ -223,6 +224,44 @@ class SideChannelSuite(ABC):
                 await peer.kill()
                 with trio.fail_after(AT_ONCE_SECONDS), pytest.raises(PortRefused):
                     await channel.connect(peer.host, peer.port).ask([b"hello?"])
+
+        self.run(scenario)
+
+    def test_a_question_whose_connection_ends_is_not_waited_for(self) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            mute = channel.listen(HOST, 0)
+            requester = channel.connect(HOST, mute.port)
+            async with trio.open_nursery() as nursery:
+
+                @nursery.start_soon
+                async def ask() -> None:
+                    with pytest.raises(ConnectionEnded) as ended:
+                        await requester.ask([b"hello?"])
+                    assert (ended.value.host, ended.value.port) == (HOST, mute.port)
+
+                await until(lambda: requester.reached is Reached.LISTENER)
+                mute.close()
+                with trio.fail_after(AT_ONCE_SECONDS):
+                    await until(lambda: not nursery.child_tasks)
+
+        self.run(scenario)
+
+    def test_what_was_answered_before_the_connection_ends_arrives(self) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            replies = list[tuple[bytes, ...]]()
+
+            async def ask(requester: Requester) -> None:
+                replies.append(await requester.ask([b"hello?"]))
+
+            for _ in range(20):
+                listener = channel.listen(HOST, 0)
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(ask, channel.connect(HOST, listener.port))
+                    request = await listener.receive()
+                    listener.reply(request.reply_address, [b"here"])
+                    await trio.sleep(0.05)  # closing does not linger
+                    listener.close()
+            assert replies == [(b"here",)] * 20
 
         self.run(scenario)
 

@@ -174,10 +174,30 @@ def test_that_a_name_is_not_known_is_heard_from_the_newest_question(monkeypatch:
     run(test)
 
 
-def test_beyond_a_number_names_are_refused_at_once_but_not_those_that_were_found(
+def test_beyond_a_number_names_wait_for_a_name_server_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a start, where prefill engines are named and not addressed."""
+    monkeypatch.setattr(host_names, "QUESTIONS_MAX", 4)
+
+    async def test(server: NameServer) -> None:
+        names, found = HostNames(), list[str]()
+        server.slow_seconds = 0.05
+
+        async def look_up(host: str) -> None:
+            found.append(await names.address(host, 5600))
+
+        async with trio.open_nursery() as nursery:
+            for number in range(40):
+                nursery.start_soon(look_up, f"slow-{number}")
+        assert found == ["127.0.0.1"] * 40
+
+    run(test)
+
+
+def test_beyond_a_number_that_hang_names_are_refused_but_not_those_that_were_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(host_names, "QUESTIONS_MAX", 4)
+    monkeypatch.setattr(host_names, "AGAIN_SECONDS", 0.5)
 
     async def test(server: NameServer) -> None:
         names = HostNames()

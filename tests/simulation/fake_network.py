@@ -27,6 +27,7 @@ from connector.clock import to_ns
 from connector.ports.side_channel import (
     FRAMES_TOO_MANY_MAX,
     AccessRefused,
+    ConnectionEnded,
     LinkEnded,
     ListenerCounts,
     NameNotResolved,
@@ -61,6 +62,7 @@ NOT_LET_IN = "it does not let this engine in"
 NOT_CONNECTED = 0
 """The number of a connection that has ended, for `Admission`."""
 RESET = "Connection reset by peer"
+UNANSWERED = "it has ended the connection"
 
 _HOST = re.compile(r"[A-Za-z0-9_.:%\[\]-]{1,253}")
 
@@ -133,6 +135,8 @@ class FakeNetwork:
         del self._listeners[listener.host, listener.port]
         for link in [link for link in self._links.values() if link.listener is listener]:
             self._end(link, RESET)
+        for requester in [requester for requester in self._requesters.values() if requester.listener is listener]:
+            self._end_question(requester)
 
     def kill(self, host: str) -> None:
         """End the process `host`. It notices nothing and does nothing any more; its peers learn of it in time."""
@@ -200,8 +204,15 @@ class FakeNetwork:
         if requester is None:
             return False
         for delay_seconds in self.rules.delays(source, requester.source):
-            self.agenda.after(delay_seconds, lambda: requester.take_in(frames))
+            at = trio.current_time() + delay_seconds
+            requester.last_arrival = max(at, requester.last_arrival)
+            self.agenda.at(at, lambda: requester.take_in(frames))
         return True
+
+    def _end_question(self, requester: FakeRequester) -> None:
+        """Let a requester know that its connection has ended, behind what was sent to it."""
+        for delay_seconds in self.rules.delays(requester.host, requester.source):
+            self.agenda.at(max(trio.current_time() + delay_seconds, requester.last_arrival), requester.take_end)
 
     # --- links ------------------------------------------------------------------------------------------------------
 
@@ -218,11 +229,13 @@ class FakeNetwork:
             link.listener.farewell(identity)
 
     def cut_off(self, identity: ReplyAddress) -> None:
-        """A listener ends a connection. A requester notices nothing: it waits until its caller does no more."""
-        link = self._links.get(identity)
+        """A listener ends a connection."""
+        link, requester = self._links.get(identity), self._requesters.get(identity)
         if link is not None:
             link.is_broken = True
             self._end(link, RESET)
+        if requester is not None:
+            self._end_question(requester)
 
     def unclosed_links(self, source: str) -> int:
         """How many links this process has opened and not closed; a leak of sockets shows here."""
@@ -287,11 +300,13 @@ class FakeRequester:
     def __init__(self, network: FakeNetwork, source: str, host: str, port: int) -> None:
         self._network = network
         self.source = source
-        self._host = host
+        self.host = host
         self._port = port
+        self.last_arrival = 0.0
         self._identity: ReplyAddress | None = None
         self._reply: tuple[bytes, ...] | None = None
         self._is_refused = False
+        self._has_ended = False
         self._is_rejected = False
         self.reached = Reached.NOTHING
         self.listener: FakeListener | None = None
@@ -307,11 +322,11 @@ class FakeRequester:
             raise trio.ClosedResourceError
         if self._identity is not None:
             raise RuntimeError("a requester serves one exchange")
-        if not self._network.rules.resolves(self._host):
-            raise NameNotResolved(self._host, self._port, "Name or service not known")
+        if not self._network.rules.resolves(self.host):
+            raise NameNotResolved(self.host, self._port, "Name or service not known")
         self.reached = Reached.ADDRESS
         self._identity = self._network.admit(self)
-        self._network.ask(self.source, self._host, self._port, self._identity, tuple(frames))
+        self._network.ask(self.source, self.host, self._port, self._identity, tuple(frames))
         try:
             await self._news.wait()
         finally:
@@ -319,9 +334,11 @@ class FakeRequester:
         if self._reply is not None:
             return self._reply
         if self._is_refused:
-            raise PortRefused(self._host, self._port, REFUSED)
+            raise PortRefused(self.host, self._port, REFUSED)
+        if self._has_ended:
+            raise ConnectionEnded(self.host, self._port, UNANSWERED)
         if self._is_rejected:
-            raise AccessRefused(self._host, self._port, NOT_LET_IN)
+            raise AccessRefused(self.host, self._port, NOT_LET_IN)
         raise trio.ClosedResourceError
 
     def take_in(self, frames: tuple[bytes, ...]) -> None:
@@ -334,6 +351,12 @@ class FakeRequester:
         """The host has said that nobody listens."""
         if not self._is_closed and not self._is_dead:
             self._is_refused = True
+            self._news.set()
+
+    def take_end(self) -> None:
+        """The listener has ended the connection, or its process has ended."""
+        if not self._is_closed and not self._is_dead:
+            self._has_ended = True
             self._news.set()
 
     def take_rejection(self) -> None:

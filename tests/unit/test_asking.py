@@ -13,6 +13,7 @@ import trio.testing
 
 from connector.ports.side_channel import (
     AccessRefused,
+    ConnectionEnded,
     LinkEnded,
     NameNotResolved,
     NotASideChannel,
@@ -63,6 +64,7 @@ def asked(requester: Any, seconds: float = math.inf) -> Any:
         (PortRefused("h", 1, "why"), "ConnectionRefused", "nothing listens there"),
         (AccessRefused("h", 1, "why"), "NotAllowed", "this tool may not ask it: why (--keys)"),
         (NotASideChannel("h", 1, "why"), "HandshakeMalformed", "what listens there is not a NIXL connector: why"),
+        (ConnectionEnded("h", 1, "why"), "HandshakeRefused", "why"),
         (LinkEnded("h", 1, "why"), "HandshakeRefused", "why"),
         ((b"\xff",), "HandshakeMalformed", "what listens there is not a NIXL connector: "),
         (None, "HandshakeTimeout", "no answer within 0.01 s"),

@@ -52,7 +52,7 @@ CORES: dict[str, tuple[Callable[[], Any], dict[str, str]]] = {
         },
     ),
     "Connection": (
-        lambda: Connection(1, ("PP 0 TP 0",), is_builtin=False),
+        lambda: Connection(1, ("PP 0 TP 0",), 5, is_builtin=False),
         {"workers": "names for people; how many there are is in `ranks`"},
     ),
     "Connections": (Connections, {}),

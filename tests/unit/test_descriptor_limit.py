@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from connector.worker import descriptor_limit
-from connector.worker.descriptor_limit import raise_descriptor_limit
+from connector import descriptor_limit
+from connector.descriptor_limit import raise_descriptor_limit
 
 BEFORE = resource.getrlimit(resource.RLIMIT_NOFILE)
 LOWERED = 512

@@ -93,12 +93,35 @@ def test_pauses_double_up_to_a_bound_and_a_problem_is_said_once_until_it_is_met(
         assert core.advance(due_ns) == [AskWho(place=A)]
         pauses.append(due_ns - now_ns)
         now_ns = due_ns
-    assert pauses == [10, 20, 40, 40, 40]
+    assert all(full / 2 <= pause <= full for pause, full in zip(pauses, [10, 20, 40, 40, 40], strict=True))
     assert said == [SayFailed(place=A, problem="nobody")]
     met(core, now_ns=now_ns)
     lose(core, FIRST, now_ns)
     assert core.advance(now_ns + 10) == [AskWho(place=A)], "the first pause again"
     assert fail(core, A, "nobody", now_ns + 10) == [SayFailed(place=A, problem="nobody")]
+
+
+def test_ranks_that_lose_an_engine_together_do_not_come_back_together() -> None:
+    """All ranks of all decode engines see its end in the same millisecond."""
+    second, rounds = 10**9, 6
+    limits = IntroductionLimits(pause_first_ns=second, pause_max_ns=8 * second, handshake_ns=second)
+    asked_ns: dict[str, list[int]] = {}
+    for identity in [f"d{engine}/{rank}" for engine in range(25) for rank in range(4)]:
+        core = Introductions(limits, identity)
+        name(core, [A], 0)
+        now_ns = 0
+        for _ in range(rounds):
+            fail(core, A, "nobody", now_ns)
+            due_ns = core.next_deadline()
+            assert due_ns is not None
+            assert core.advance(due_ns) == [AskWho(place=A)]
+            asked_ns.setdefault(identity, []).append(due_ns)
+            now_ns = due_ns
+    for number, first_ns in enumerate((second, 3 * second, 7 * second, 15 * second, 23 * second, 31 * second)):
+        of_all = sorted(each[number] for each in asked_ns.values())
+        assert first_ns / 2 <= of_all[0] <= of_all[-1] <= first_ns
+        most_at_once = max(sum(at_ns <= other < at_ns + second // 20 for other in of_all) for at_ns in of_all)
+        assert most_at_once < len(of_all) / 3
 
 
 def test_one_that_answers_and_is_not_connected_in_time_is_tried_again() -> None:
@@ -143,7 +166,9 @@ def test_who_is_named_again_is_asked_once_a_first_pause_is_over() -> None:
     fail(core, A, "nobody", 0)
     core.advance(10)
     fail(core, A, "nobody", 11)
-    assert core.next_deadline() == 31
+    due_ns = core.next_deadline()
+    assert due_ns is not None
+    assert 21 <= due_ns <= 31
     for now_ns in (11, 15, 20):
         assert name(core, [A], now_ns) == []
     assert core.advance(21) == [AskWho(place=A)]

@@ -196,7 +196,7 @@ def test_when_the_actors_are_dead_new_requests_are_refused_and_their_blocks_are_
     command = pull("a", [1])
     book.fail_closed(RuntimeError("dead"))
     book.enter(command)
-    book.refuse(command)
+    book.refuse(command, "its actors died earlier")
     book.fail_closed(RuntimeError("dead"))
     assert book.take_results().failed_recving == {"a"}
     report = book.take_report()

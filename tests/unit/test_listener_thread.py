@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +16,7 @@ import pytest
 import trio
 
 from connector.clock import BootClock, to_ns
+from connector.ports.doorman import connections_max
 from connector.ports.gate import ANYBODY, Access, network_of
 from connector.ports.side_channel import AccessRefused
 from connector.ports.zmq_bridge import ZmqSideChannel
@@ -48,6 +50,19 @@ def served(port: int) -> Iterator[ListenerThread]:
     listener.start()
     yield listener
     listener.stop()
+
+
+def test_every_rank_of_every_decode_engine_may_connect_at_once(port: int) -> None:
+    """By the limit of descriptors it is counted how many may."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
+    listener = make(port, DEATHS.append)
+    try:
+        listener.start()
+        assert connections_max() > 512 // 4
+    finally:
+        listener.stop()
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def make(

@@ -68,6 +68,7 @@ def ask_once(answer: tuple[bytes, bytes] | None, own_engine_id: str = OWN) -> tu
         introducer = Introducer(
             options=options,
             own_engine_id=own_engine_id,
+            identity="d/0",
             side_channel=cast(SideChannel, channel),
             clock=TrioClock(),
             meet=told.append,

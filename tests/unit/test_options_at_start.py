@@ -216,6 +216,19 @@ def test_an_engine_whose_number_of_workers_may_change_is_refused(
     VllmConfig(kv_transfer_config=KVTransferConfig(**ANOTHER), parallel_config=parallel)
 
 
+def test_stages_beside_a_connector_that_raises_for_them_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's base class does, when the model is loaded already, and names that connector."""
+    parallel = ParallelConfig()
+    monkeypatch.setattr(parallel, "pipeline_parallel_size", 2)
+    producer = NAMED | {"kv_role": "kv_producer"}
+    for children in ((ANOTHER, producer), (producer, ANOTHER)):
+        with pytest.raises(UnsupportedCache, match="ExampleConnector beside it") as refused:
+            VllmConfig(kv_transfer_config=KVTransferConfig(**several(*children)), parallel_config=parallel)
+        assert refused.value.field == "pipeline_parallel_size with MultiConnector"
+    for config in (producer, several(producer), several(ANOTHER)):
+        VllmConfig(kv_transfer_config=KVTransferConfig(**config), parallel_config=parallel)
+
+
 @pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])
 @pytest.mark.parametrize(
     "inside", [lambda config: config, lambda config: several(ANOTHER, config)], ids=["alone", "in"]

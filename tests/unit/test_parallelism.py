@@ -18,14 +18,16 @@ from connector.config import parse_options
 from connector.layout.geometry import RankId, RankLayout
 from connector.layout.remote import layout_from_metadata
 from connector.layout.sources import consumers, partners
-from connector.protocol import LeaseComputing, LeaseGranted
+from connector.protocol import LeaseComputing, LeaseGranted, RejectPull
 from connector.step_metadata import StepMetadata
 from connector.unsupported import UnsupportedCache
 from connector.wire.metadata import decode_agent_metadata, encode_agent_metadata
 from connector.worker.connector_worker import ConnectorWorker
 from connector.worker.parallelism import placement, ranks_of, require_supported_parallelism
+from statemachine.failures import BadParams
 from statemachine.lease import LeaseName
 from tests.rig.facts import facts
+from tests.rig.pulls import pull
 from tests.unit.builtin_worker import builtin_registration, differing_fields
 from tests.unit.cache_families import FAMILIES, Rank, be_rank, make_caches, make_rank, rings_of_two_heads
 from tests.unit.vllm_setup import (
@@ -277,6 +279,13 @@ def test_a_copy_serves_nobody_and_keeps_nothing_back(config: VllmConfig, monkeyp
         assert worker.get_transfer_results().finished_sending == {"a"}
         assert worker.get_transfer_results().finished_sending == set()
         assert worker.ledger._open_sends == {}
+        # vLLM waits for every rank of a request that loads, one that is refused among them.
+        failure = BadParams(field="do_remote_prefill", expected="false", found="true")
+        refused = RejectPull(request_id="c", local_block_ids=[1, 2], failure=failure)
+        worker.start_load_kv(StepMetadata([refused, pull("d", [3])]))
+        results = worker.get_transfer_results()
+        assert results.finished_recving == results.failed_recving == {"c", "d"}
+        assert worker.ledger.take_report() is None, "nothing is kept back, and it goes on"
     finally:
         worker.shutdown()
 

@@ -62,6 +62,7 @@ from statemachine.remote_engine import (
     HoldAnswered,
     LiftQuarantine,
     LinkLost,
+    MeetAsked,
     NoteHandshakeFailure,
     NotificationFailed,
     NotifyReleases,
@@ -89,6 +90,7 @@ from statemachine.remote_engine import (
     claims,
 )
 from statemachine.remote_engine.claims import DRIFT_DIVISOR
+from statemachine.remote_engine.connections import Connection
 from statemachine.remote_engine.core import ATTEMPTS_PER_LEASE
 from statemachine.trace import StepSeen
 from tests.observer import observer_of
@@ -726,6 +728,33 @@ def test_a_new_connection_has_the_length_of_a_lease_to_answer() -> None:
     drive.connect(2)
     drive.wait(59 * S)
     assert drive.state is peer.State.READY
+
+
+def test_a_connection_that_stood_idle_for_long_was_of_use() -> None:
+    """An engine that was met and is not asked may be lost once a day; that is no reason to wait for it."""
+    drive = Driver()
+    drive.feed(MeetAsked(address=ADDRESS, message=None))
+    for day in range(1, 6):
+        drive.connect(day)
+        drive.wait(86_400 * S)
+        drive.feed(LinkLost(connection=day, detail="reset"), TornDown(connection=day))
+        assert drive.feed(MeetAsked(address=ADDRESS, message=None)) == [StartHandshake(address=ADDRESS)]
+
+
+def test_a_connection_that_is_lost_soon_or_while_it_is_read_over_was_of_no_use() -> None:
+    drive = Driver()
+    drive.feed(MeetAsked(address=ADDRESS, message=None))
+    for number in (1, 2):
+        drive.connect(number)
+        drive.wait(7 * S)
+        drive.feed(LinkLost(connection=number, detail="reset"), TornDown(connection=number))
+        drive.feed(MeetAsked(address=ADDRESS, message=None))
+    assert drive.state is peer.State.BACKOFF
+    connection = Connection(1, ("w",), 8 * S, is_builtin=False)
+    assert not connection.has_stood_idle(8 * S - 1)
+    assert connection.has_stood_idle(8 * S)
+    connection.open_reads["a", 0] = None
+    assert not connection.has_stood_idle(8 * S)
 
 
 def test_reads_that_are_not_posted_any_more_are_retried_over_the_next_connection() -> None:

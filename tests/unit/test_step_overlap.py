@@ -13,6 +13,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.request import RequestStatus
 
 from connector.protocol import LeaseComputing, LeaseWithdrawn
+from connector.step_overlap import may_read
 from connector.unsupported import UnsupportedCache
 from statemachine.failures import BadParams
 from tests.unit.hybrid_engine import BLOCK_TOKENS, REMOTE_DECODE, SAMPLED_TOKEN, HybridEngine, full, mla, ring
@@ -116,7 +117,7 @@ def test_vllm_holds_blocks_back_in_consumers_only(role: str) -> None:
     assert [block.ref_cnt for block in blocks] == [int(role != "kv_producer")] * len(blocks)
 
 
-def test_a_producer_refuses_what_belongs_to_d() -> None:
+def test_a_producer_refuses_what_belongs_to_d(monkeypatch: pytest.MonkeyPatch) -> None:
     """A router that mistakes P for D: reading for it could go wrong in the same way."""
     prefill = HybridEngine([full()], engine_id="another")
     prefill.run("a", PROMPT, {"do_remote_decode": True, "do_remote_prefill": False})
@@ -129,6 +130,8 @@ def test_a_producer_refuses_what_belongs_to_d() -> None:
     assert failure.field == "do_remote_prefill"
     in_turn = HybridEngine([full()], role="kv_producer")
     assert in_turn.load("a", PROMPT, params).local_block_ids
+    monkeypatch.setattr(in_turn.config.parallel_config, "prefill_context_parallel_size", 2)
+    assert not may_read(in_turn.config), "ranks that hold copies read nothing"
 
 
 def prefill_with_a_step_under_way(*specs: KVCacheSpec) -> HybridEngine:

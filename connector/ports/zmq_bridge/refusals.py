@@ -2,6 +2,7 @@
 
 REFUSED = "the connection was refused, or there is no way to the host"
 ENDED = "the connection was ended before anything was said"
+UNANSWERED = "it has ended the connection instead of answering: it has just ended, or has more connections than it may"
 ENDLESS = "it sends a message without end"
 NOT_LET_IN = (
     "it does not let this engine in: our address is not in its allowed_peers, or our public key not among its accepted "

@@ -27,6 +27,7 @@ import zmq
 from connector.ports.descriptors import is_descriptor_left
 from connector.ports.side_channel import (
     AccessRefused,
+    ConnectionEnded,
     NotASideChannel,
     PortRefused,
     Reached,
@@ -42,6 +43,7 @@ from connector.ports.zmq_bridge.refusals import (
     NOT_LET_IN,
     OTHER_KEY,
     REFUSED,
+    UNANSWERED,
 )
 
 if TYPE_CHECKING:
@@ -93,7 +95,8 @@ class ZmqRequester:
         return self._reached if self._monitor is None else self._monitor.reached
 
     async def ask(self, frames: Sequence[bytes]) -> tuple[bytes, ...]:
-        """Raises NameNotResolved, PortRefused and NotASideChannel; SideChannelError when no socket can be had."""
+        """Raises NameNotResolved, PortRefused, ConnectionEnded and NotASideChannel; SideChannelError when no socket can
+        be had."""
         if self._closed:
             raise trio.ClosedResourceError("this requester is closed")
         if self._asked:
@@ -159,7 +162,13 @@ class ZmqRequester:
                 raise PortRefused(self._host, self._port, REFUSED)
             if monitor.refused:
                 raise AccessRefused(self._host, self._port, NOT_LET_IN)
-            if monitor.disconnected and not monitor.greeted:
+            if monitor.disconnected and monitor.greeted:
+                # libzmq connects again, and does not ask again. What had arrived it has handed out before.
+                reply = receive_bounded(dealer, REPLY_FRAMES_MAX, REPLY_FRAME_BYTES_MAX)
+                if reply is not None:
+                    break
+                raise ConnectionEnded(self._host, self._port, UNANSWERED)
+            if monitor.disconnected:
                 await trio.lowlevel.checkpoint()
                 return None
             is_ungreeted = monitor.connected and not monitor.greeted

@@ -10,7 +10,7 @@ from statemachine.loads import Loads
 from statemachine.remembered import Remembered
 from statemachine.remote_engine import RemoteEngine
 from statemachine.remote_engine.claims import Claim, Claims
-from statemachine.remote_engine.connections import Connections
+from statemachine.remote_engine.connections import Connection, Connections
 from tests.simulation.mutants.mutant import ByTest, Edit, Explored, Mutant, Seeds
 from tests.simulation.mutants.places import (
     BUILTIN,
@@ -1133,7 +1133,7 @@ PEERS = (
         changes=(
             Edit(
                 RemoteEngine._back_off,
-                "min(limits.backoff_max_ns, limits.backoff_first_ns << min(effect.failures - 1, 30))",
+                "doubled_ns(limits.backoff_first_ns, limits.backoff_max_ns, effect.failures - 1)",
                 "limits.backoff_first_ns << min(effect.failures + 6, 30)",
             ),
         ),
@@ -1207,6 +1207,21 @@ PEERS = (
         broken="an engine that answers handshakes, and whose data nobody can read, is met again for each request",
         changes=(Edit(peer._disconnect, "if peer.losses > LOSSES_BEFORE_BACKOFF:", "if False:"),),
         place=ByTest(CORE + "::test_an_engine_that_can_only_be_shaken_hands_with_is_not_met_for_each_request"),
+    ),
+    Mutant(
+        name="idle losses pile up",
+        broken="an engine that is seldom asked, and whose idle connection was lost now and then, is not met at once",
+        changes=(Edit(RemoteEngine._suspect, "(has_ended and connection.has_stood_idle(now_ns))", "False"),),
+        place=ByTest("tests/unit/test_remote_engine.py::test_a_connection_that_stood_idle_for_long_was_of_use"),
+    ),
+    Mutant(
+        name="every idle connection was of use",
+        broken="an engine whose connections are lost as soon as they stand is met again without a pause",
+        changes=(Edit(Connection.has_stood_idle, "now_ns >= self.of_use_from_ns and ", ""),),
+        place=ByTest(
+            "tests/unit/test_remote_engine.py"
+            "::test_a_connection_that_is_lost_soon_or_while_it_is_read_over_was_of_no_use"
+        ),
     ),
     Mutant(
         name="a crash loses the handshake",

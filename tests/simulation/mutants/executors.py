@@ -717,7 +717,7 @@ SUPERVISOR = (
         changes=(
             Edit(
                 restarts.keep_running,
-                "await trio.sleep(min(RESTART_DELAY_SECONDS_MAX, delay_seconds))",
+                "await trio.sleep(doubled_ns(first_ns, max_ns, crashes_in_a_row - 1) / NS_PER_SECOND)",
                 "await trio.sleep(0)",
             ),
         ),
@@ -866,6 +866,25 @@ PORTS = (
         place=ByTest(
             "tests/conformance/test_zmq_bridge.py::TestZmqSideChannel::test_a_process_that_ends_before_it_greets_is_nobody_else"
         ),
+    ),
+    Mutant(
+        name="an ended connection is waited for",
+        row=43,
+        broken="a question whose connection was ended is waited for until its time is up",
+        changes=(
+            Edit(ZmqRequester._attempt, "if monitor.disconnected and monitor.greeted:", "if False:"),
+            Edit(ZmqRequester._attempt, "if monitor.disconnected:", "if monitor.disconnected and not monitor.greeted:"),
+        ),
+        place=ByTest(
+            "tests/conformance/test_zmq_bridge.py"
+            "::TestZmqSideChannel::test_a_question_whose_connection_ends_is_not_waited_for"
+        ),
+    ),
+    Mutant(
+        name="a copy reports no load",
+        broken="vLLM waits for ever for the rank that holds a copy when a request that loads is refused",
+        changes=(Edit(ConnectorWorker._answer_as_copy, "case StartPull() | RejectPull():", "case StartPull():"),),
+        place=ByTest("tests/unit/test_parallelism.py::test_a_copy_serves_nobody_and_keeps_nothing_back"),
     ),
 )
 

@@ -146,6 +146,14 @@ MUTANTS = (
         place=Seeds(2, "met", faults=KNOWN_AND_AWAY),
     ),
     Mutant(
+        name="ranks come back together",
+        broken="all ranks of all decode engines ask an engine that has come back in the same moment",
+        changes=(
+            Edit(introduction.Introductions._step, "spread_ns(pause_ns, self._identity, place, failures)", "pause_ns"),
+        ),
+        place=ByTest(INTRODUCTIONS + "::test_ranks_that_lose_an_engine_together_do_not_come_back_together"),
+    ),
+    Mutant(
         name="said each time",
         broken="an address that does not answer fills the log",
         changes=(Edit(introduction._pause, "if value.problem is None:", "if True:"),),

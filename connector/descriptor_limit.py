@@ -1,7 +1,10 @@
-"""How many file descriptors a worker may have.
+"""How many file descriptors a worker or a scheduler may have.
 
-UCX takes two for each engine that it is connected to over TCP, and where none is left for one that connects it listens
-no more until the process ends (docs/nixl.md fact 38). vLLM raises the limit of its front end alone.
+UCX takes two for each engine that a worker is connected to over TCP, and where none is left for one that connects it
+listens no more until the process ends (docs/nixl.md fact 38). Each connection to a listener is one, and a quarter of
+all is the most that one has (`ports/doorman.py`): after a restart of P every rank of every D connects at once, and who
+is one too many is cut off. vLLM raises the limit of its front end alone, to 65,535 or, if the hard limit is lower, not
+at all.
 """
 
 from __future__ import annotations
