@@ -972,7 +972,9 @@ def test_a_peer_that_dies_during_the_handshake_fails_its_requests_and_leaves_not
             assert d.received("0") is None
             mute.close()
             for number in range(3):
-                assert (await failure_of(d, f"{number}")).kind == "ConnectionRefused"
+                failure = await failure_of(d, f"{number}")
+                assert failure.kind == "HandshakeRefused"
+                assert "has ended the connection instead of answering" in str(failure)
             assert (d.counts().remote_agents, d.counts().reads) == (0, 0)
             await reads(d, p, "after")
             assert d.crashes == []
