@@ -145,7 +145,6 @@ NOT_WITH_VLLM = WORKLOAD_KINDS | {
     Kind.STOP,
     Kind.INCOMPATIBLE,
     Kind.FULL_QUARANTINE,
-    Kind.DRAIN,
     Kind.READ_LIES,
 }
 """Use that the clients of vLLM's schedulers make by themselves, and what those engines have no life or option for."""

@@ -21,6 +21,7 @@ from connector.scheduler.connector_scheduler import ConnectorScheduler
 from connector.scheduler.lends import Lends
 from connector.scheduler.pulls import Pulls
 from connector.worker.ledger import TransferLedger
+from statemachine.draining import Draining
 from statemachine.lending import RELEASED, AnswerHold, HoldAsked, Lending
 from tests.simulation import cluster
 from tests.simulation.__main__ import read_plan
@@ -57,6 +58,7 @@ STORMS_OVER_PREFILL = (*PREFILL_KINDS, Kind.WORKER_STOPS)
 
 EXPECTED = (
     "D stands still",
+    "P drains when a request comes",
     "a lease read by several engines",
     "a worker stopped on P",
     "abort on D in PREEMPTED",
@@ -237,6 +239,15 @@ def test_regression(path: Path) -> None:
     assert simulate(read_plan(path)).violations == []
 
 
+def test_a_decode_engine_that_lends_back_drains() -> None:
+    """What comes meanwhile it answers, and lends nothing of it (an oracle of `VllmEngine`)."""
+    result = simulate(Plan(seed=2, faults=[msgspec.structs.replace(DRAIN, target="d0")]))
+    assert result.violations == []
+    assert result.coverage["read back"] > 10
+    assert result.coverage["D drains when a request comes"] > 0
+    assert result.coverage["an engine drained"] == 1
+
+
 def test_everything_that_matters_happens_in_these_seeds() -> None:
     coverage: Counter[str] = Counter()
     faults: Counter[Kind] = Counter()
@@ -320,6 +331,11 @@ def say_held_of_what_was_released(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Lending, "_hold", generously)
 
 
+def lend_although_it_is_to_end(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Draining, "accepts", True)
+
+
+DRAIN = Fault(kind=Kind.DRAIN, target="p0", at_seconds=1.0, duration_seconds=0.1)
 STALL = Fault(kind=Kind.READ_STALL, target="d0>p0", at_seconds=0.0, duration_seconds=6.0)
 
 Broken: TypeAlias = tuple[Callable[[pytest.MonkeyPatch], None], list[Fault], int, str]
@@ -332,6 +348,7 @@ BROKEN: list[Broken] = [
     (report_quarantined_blocks_as_free, [STALL], 2, "block reuse"),
     (never_lift_a_quarantine, [STALL], 2, "blocks"),
     (say_held_of_what_was_released, [], 1, "proof"),
+    (lend_although_it_is_to_end, [DRAIN], 2, "draining"),
 ]
 """One for each oracle, with quick seeds; `test_broken_connectors` has others."""
 

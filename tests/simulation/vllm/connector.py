@@ -56,6 +56,8 @@ class Birth:
     """What a device does with its memory."""
     stop_serving: Callable[[str], None]
     """Has the listener refuse handshakes."""
+    draining: Callable[[], Draining]
+    """Whether it is to end, as the listener knows."""
 
 
 _birth: contextvars.ContextVar[Birth] = contextvars.ContextVar("birth")
@@ -112,11 +114,15 @@ class ActorsNextDoor:
 class ListenerNextDoor:
     """In place of the thread of the listener, which runs in this one."""
 
-    def __init__(self, stop_serving: Callable[[str], None]) -> None:
-        self.stop_serving = stop_serving
-        self.draining = Draining(lease_ns=0)
+    def __init__(self, birth: Birth) -> None:
+        self.stop_serving = birth.stop_serving
+        self._draining = birth.draining
         self.totals: dict[str, int] = {}
         self.is_dead = False
+
+    @property
+    def draining(self) -> Draining:
+        return self._draining()
 
     def stop(self) -> None:
         """The simulated process stops its listener itself."""
@@ -147,7 +153,7 @@ class NixlConnector(ProductionConnector):
             self._scheduler = ConnectorScheduler(
                 vllm_config, kv_cache_config, options, clock=birth.scheduler_clock, life=birth.life
             )
-            self._scheduler._listener = ListenerNextDoor(birth.stop_serving)  # type: ignore[assignment]
+            self._scheduler._listener = ListenerNextDoor(birth)  # type: ignore[assignment]
         else:
             self._worker = SimulatedWorker(vllm_config, kv_cache_config, options, birth)
 

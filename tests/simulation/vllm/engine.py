@@ -51,6 +51,7 @@ from connector.protocol import (
     WorkerEvent,
 )
 from connector.step_metadata import StepMetadata, WorkerReport
+from statemachine.draining import Draining
 from statemachine.lease import LeaseName
 from tests.rig.content import VOCABULARY_SIZE
 from tests.simulation.faults import Kind, engine_of
@@ -203,7 +204,15 @@ class VllmEngine:
             send=lambda commands: self._send(rank, commands),
             run=functools.partial(self._run_later, rank),
             stop_serving=process.stop_serving,
+            draining=lambda: process.draining.value if process.draining is not None else Draining(lease_ns=0),
         )
+
+    @property
+    def lent_prefills(self) -> int:
+        """What has to end before it has drained."""
+        connector = self.scheduler.connector
+        assert isinstance(connector, NixlConnector)
+        return connector.scheduler_side._lends.counts().lent
 
     def _run_later(self, rank: Rank, work: Callable[[], None]) -> Callable[[], bool]:
         """See `connector.worker.finishing.Run`."""
@@ -367,7 +376,9 @@ class VllmEngine:
     def _take_input(self) -> None:
         while self._arrived:
             ask = self._arrived.popleft()
-            if self._has_stopped_lending and ask.left_to_decode:
+            ask.comes_while_draining = not self.process.accepts_prefills
+            self._requests.cover(f"{self.role} drains when a request comes", ask.comes_while_draining)
+            if (self._has_stopped_lending or ask.comes_while_draining) and ask.left_to_decode:
                 self._requests.cover("a prompt is computed whole, because nothing is lent")
                 ask.leave_nothing()
             self.scheduler.add_request(_request(ask, self._hash_block_size))
@@ -411,6 +422,8 @@ class VllmEngine:
             ask.answer_params = answer.kv_transfer_params
             if ask.answer_params is not None and self._has_stopped_lending:
                 self.around.oracles.complain("scheduler", f"{self.name} lends KV that a worker cannot serve")
+            if ask.answer_params is not None and ask.comes_while_draining:
+                self.around.oracles.complain("draining", f"{self.name} lends what came when it was to end")
             self._end(ask, str(answer.finish_reason))
 
     def _check_waited_for(self, answer: EngineCoreOutput, output: SchedulerOutput) -> None:

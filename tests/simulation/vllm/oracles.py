@@ -45,6 +45,7 @@ class Ask:
         priority: the lower, the earlier it is served.
         abort_in: status of the request, as vLLM names it or LOADED, in which the client leaves; None: it stays.
         may_fail: the load may fail although no fault touches it, because the parameters are damaged or were used.
+        comes_while_draining: its engine was to end when it came, and lends nothing of it.
         finish: how it ended, as vLLM names it, or ABORTED or ENGINE_DIED; None while it is open.
         answer_params: kv_transfer_params of the answer.
     """
@@ -62,6 +63,7 @@ class Ask:
     finish: str | None = None
     answer_params: dict[str, Any] | None = None
     has_failed_load: bool = False
+    comes_while_draining: bool = False
     ended: trio.Event = field(default_factory=trio.Event)
 
     @property
