@@ -5,8 +5,8 @@ Blocks that were left in the peer's order are put in ours (`landing`), what no R
 copied to the device (`host_staging`).
 
 Two things can fail. Then the requests are told why (`Finished.failed`), and the engine goes on. They are packing, for
-which a kernel of vLLM is called, for one request alone; and where a device has no memory left, all that is left to do
-in that step.
+which a kernel of vLLM is called, for one request alone; and where a device has no memory left, the copy of one request
+from the host, or else all that is left to do in that step.
 
 When. On a processor all this has been done when the call returns. A device does it later, and what a READ writes goes
 past its streams: if vLLM were told at once, it could free the blocks (the client leaves) and give them to another
@@ -106,11 +106,17 @@ class Finishing:
             finished |= self.running.popleft()[1]
         if self._staging is not None:
             for each in loaded:
-                self._staging.load(each.block_ids)
+                self._load_from_host(self._staging, each)
         if not self._spoilt:
             return Finished(finished, {})
         failed = {each: self._spoilt.pop(each) for each in finished & self._spoilt.keys()}
         return Finished(finished - failed.keys(), failed)
+
+    def _load_from_host(self, staging: HostStaging, loaded: Loaded) -> None:
+        try:
+            staging.load(loaded.block_ids)
+        except torch.OutOfMemoryError as error:
+            self._spoilt[loaded.request_id] = DeviceMemoryExhausted(error=str(error))
 
     def _change(self, loaded: Sequence[Loaded]) -> None:
         """All memory that these have left to be changed."""

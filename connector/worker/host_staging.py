@@ -23,6 +23,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from connector.families import Holds, family_of, layer_specs
 from connector.layout.shapes import page_strides
 from connector.unsupported import UnsupportedCache
+from connector.worker.landing import MOVED_AT_ONCE_BYTES
 
 Caches: TypeAlias = dict[str, torch.Tensor]
 """By layer: views of shape [blocks, heads, tokens, content]."""
@@ -75,6 +76,11 @@ class _Group(msgspec.Struct, frozen=True, kw_only=True):
     host: Caches
     kernel_blocks_per_block: int
 
+    @property
+    def kernel_block_bytes(self) -> int:
+        """Of the layer whose are largest."""
+        return max((cache[0].nbytes for cache in self.host.values()), default=1)
+
     def kernel_block_ids(self, block_ids: Sequence[int]) -> list[int]:
         ratio = self.kernel_blocks_per_block
         return [block_id * ratio + part for block_id in block_ids for part in range(ratio)]
@@ -121,8 +127,12 @@ class HostStaging:
             if ids:
                 source, target = (group.device, group.host) if direction == "d2h" else (group.host, group.device)
                 kernel_ids = group.kernel_block_ids(ids)
+                # vLLM's operation gathers what it is to copy of a layer in the device's memory.
+                at_once = max(1, MOVED_AT_ONCE_BYTES // group.kernel_block_bytes)
                 with gpu_sync_allowed():
-                    copy(source, target, kernel_ids, kernel_ids, direction)
+                    for start in range(0, len(kernel_ids), at_once):
+                        some = kernel_ids[start : start + at_once]
+                        copy(source, target, some, some, direction)
 
 
 def _host_buffer(cache: torch.Tensor, layout_name: str, *, padding_bytes: int) -> torch.Tensor:

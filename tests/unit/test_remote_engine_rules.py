@@ -486,6 +486,15 @@ def test_a_crash_fails_what_was_in_hand_and_the_handshake_with_it() -> None:
     assert executor.take(PostReads)
 
 
+def test_a_crash_fails_what_is_being_read_once_its_reads_have_ended() -> None:
+    executor = reading()
+    crash = ActorCrashed(actor="x", error="y")
+    executor.feed(Crashed(failure=crash))
+    assert not executor.take(Report)
+    executor.read("r", was_wanted=False)
+    assert [each.failure for each in executor.take(Report)] == [crash]
+
+
 # --- what is said to P ----------------------------------------------------------------------------------------------
 
 

@@ -1237,7 +1237,7 @@ PEERS = (
         row=31,
         broken="what an executor had in hand when it crashed is not failed",
         changes=(Edit(RemoteEngine.handle, "self._fail_requests(crash, now_ns)", "pass"),),
-        place=ByTest(CORE + "::test_a_crash_fails_what_was_in_hand_and_the_handshake_with_it"),
+        place=ByTest(CORE + "::test_a_crash_fails_what_is_being_read_once_its_reads_have_ended"),
     ),
     Mutant(
         name="all deadlines taken at once",
