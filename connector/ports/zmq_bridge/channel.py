@@ -267,8 +267,8 @@ class ZmqSideChannel:
 
     def _say_no_room(self, waits: int) -> None:
         self._on_no_room(
-            f"nobody can connect: no file descriptor is left in this process, and {waits} wait; raise the limit "
-            "(ulimit -n), or see who uses them up (ls /proc/<pid>/fd)"
+            f"nobody can connect: no file descriptor is left in this process, and {waits} wait; raise the hard "
+            "limit (ulimit -Hn), or see who uses them up (ls /proc/<pid>/fd)"
         )
 
     def make_socket(self, kind: int, *, ipv6: bool) -> Socket:
