@@ -29,7 +29,7 @@ Contract
   peer's process died), after it has returned what arrived before. So it does when the peer sends what is not a
   delimited message within the implementation's bounds. From then on `send` returns False and every `receive` raises
   `LinkEnded` again. What was sent shortly before may be lost without a word: only an answer proves arrival. A peer that
-  hangs is a matter of the caller's timeout, and so is a machine that vanished: of that a link is lost after some 30 seconds.
+  hangs is a matter of the caller's timeout, and so is a machine that vanished: a link to it is lost after some 30 s.
 * Timeouts are the caller's (trio cancel scopes). A cancelled `ask` loses nothing but its own exchange; a cancelled
   `receive`, of a link or a listener, loses nothing.
 * A `Listener` hands out each incoming request once, as (reply address, frames), in order of arrival, at most

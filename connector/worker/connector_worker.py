@@ -185,14 +185,7 @@ class ConnectorWorker:
         if registered is not kv_caches:
             self._staging = HostStaging(self._kv_cache_config, kv_caches, registered)
         has_states = any(group.tokens_per_kernel_block == 0 for group in layout.groups)
-        self._finishing = Finishing(
-            run_on(next(iter(registered.values())).device),
-            BlockPermuter(landing_caches(layout, registered)),
-            CacheMemory(registered.values()),
-            self._staging,
-            packed_blocks=packed_blocks(self._vllm_config, registration, registered),
-            synchronizes=self._staging is None and current_platform.is_rocm() and has_states,
-        )
+        self._finishing = self._make_finishing(registration, registered, has_states=has_states)
         if self._options.verify != "off":
             self._block_sums, self._layout = BlockSums(registered.values()), layout
         device = next(iter(kv_caches.values())).device
@@ -202,8 +195,30 @@ class ConnectorWorker:
         ):
             self._fence = StepFence(end_of_steps)
         self._trace = self._make_trace(layout.engine_id, place.number)
+        self._nixl_port = self._register_with_nixl(registration, registered, device)
+        self._start_actors(registration, place.number, self._nixl_port, device)
+        self._log_start(registration, place.number)
+
+    def _make_finishing(
+        self, registration: Registration, registered: dict[str, torch.Tensor], *, has_states: bool
+    ) -> Finishing:
+        """`registered`: the tensors that READs write into, by layer."""
+        return Finishing(
+            run_on(next(iter(registered.values())).device),
+            BlockPermuter(landing_caches(registration.layout, registered)),
+            CacheMemory(registered.values()),
+            self._staging,
+            packed_blocks=packed_blocks(self._vllm_config, registration, registered),
+            synchronizes=self._staging is None and current_platform.is_rocm() and has_states,
+        )
+
+    def _register_with_nixl(
+        self, registration: Registration, registered: dict[str, torch.Tensor], device: torch.device
+    ) -> RealNixlPort:
+        """Raises NixlCallFailed."""
+        layout = registration.layout
         raise_descriptor_limit()
-        nixl_port = self._nixl_port = RealNixlPort.open(
+        return RealNixlPort.open(
             uuid.uuid4().hex,
             registration.ranges,
             backends=self._options.backends,
@@ -224,9 +239,14 @@ class ConnectorWorker:
                 self._options.registration_timeout_seconds,
             ),
         )
+
+    def _start_actors(
+        self, registration: Registration, rank_number: int, nixl_port: RealNixlPort, device: torch.device
+    ) -> None:
+        """Raises ThreadStartError; the port is closed then."""
         thread = self._thread = ActorThread(
             ACTORS_THREAD,
-            lambda: self._make_supervisor(registration, place.number, nixl_port, device),
+            lambda: self._make_supervisor(registration, rank_number, nixl_port, device),
             self._note_death,
             self._figures.note_wake_up,
         )
@@ -235,7 +255,6 @@ class ConnectorWorker:
         except ThreadStartError:
             nixl_port.close_blocking(SHUTDOWN_GRACE_SECONDS)
             raise
-        self._log_start(registration, place.number)
 
     def _log_start(self, registration: Registration, rank_number: int) -> None:
         layout, metadata = registration.layout, self._handshake_metadata
