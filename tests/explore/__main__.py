@@ -11,6 +11,8 @@ import msgspec
 from tests.explore import PRODUCTS, Violation, explore
 from tests.explore.queue import SETTINGS, Broken, search
 
+NAMES = (*(product.name for product in PRODUCTS), *(setting.name for setting in SETTINGS))
+
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.explore", description=__doc__)
@@ -19,9 +21,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--list", action="store_true", help="name the products")
     chosen = parser.parse_args(arguments)
     if chosen.list:
-        sys.stdout.writelines(f"{each.name}\n" for each in (*PRODUCTS, *SETTINGS))
+        sys.stdout.writelines(f"{name}\n" for name in NAMES)
         return 0
-    unknown = set(chosen.names) - {each.name for each in (*PRODUCTS, *SETTINGS)}
+    unknown = set(chosen.names) - set(NAMES)
     if unknown:
         parser.error(f"no product is called {', '.join(sorted(unknown))}")
     for product in PRODUCTS:

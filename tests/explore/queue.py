@@ -29,6 +29,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -415,6 +416,14 @@ class _Turn:
             self.quarantined.append(request)
         self.tell(LoadEnded(request_id=str(request), has_failed=fails))
 
+    def end_quarantine(self, request: int) -> None:
+        """Its READ has ended."""
+        self.quarantined.remove(request)
+
+    def end_lease(self, request: int) -> None:
+        """What was lent back for it is not lent any more."""
+        self.lent_back.remove(request)
+
     def lose(self, lease: int) -> None:
         """Its blocks are somebody else's, so whoever comes later finds nothing in the cache."""
         self.leases[lease] = self.leases[lease]._replace(is_cached=False)
@@ -475,45 +484,45 @@ def _choices(setting: Setting, world: World) -> Iterator[Choice]:
     for request, stage in enumerate(world.stages):
         name = f"request {request}"
         if stage == ABROAD:
-            yield f"{name} comes", False, lambda turn, request=request: turn.come(request)
+            yield f"{name} comes", False, partial(_Turn.come, request=request)
             continue
         is_known = setting.requests[request].lease is not None
         is_told = all((reads, request) not in world.commands for reads in READS)
         if stage == LOADING and is_known and is_told and request not in world.read:
-            yield f"{name} is read", True, lambda turn, request=request: turn.end_reads(request)
+            yield f"{name} is read", True, partial(_Turn.end_reads, request=request)
         elif stage == LOADING and is_told:
-            yield f"{name} is loaded", True, lambda turn, request=request: turn.end_load(request, fails=False)
+            yield f"{name} is loaded", True, partial(_Turn.end_load, request=request, fails=False)
             if world.failures < setting.failures:
                 yield (
                     f"the load of {name} fails",
                     False,
-                    lambda turn, request=request: turn.end_load(request, fails=True),
+                    partial(_Turn.end_load, request=request, fails=True),
                 )
                 if len(world.quarantined) < setting.quarantines:
                     yield (
                         f"the load of {name} fails and may write on",
                         False,
-                        lambda turn, request=request: turn.end_load(request, fails=True, quarantines=True),
+                        partial(_Turn.end_load, request=request, fails=True, quarantines=True),
                     )
         if stage == RUNNING:
-            yield f"{name} ends", True, lambda turn, request=request: turn.end(request)
+            yield f"{name} ends", True, partial(_Turn.end, request=request)
             if setting.lends_back:
                 yield (
                     f"{name} ends and is lent back",
                     False,
-                    lambda turn, request=request: turn.end(request, is_lent_back=True),
+                    partial(_Turn.end, request=request, is_lent_back=True),
                 )
         if setting.aborts and stage in (WAITING, LOADED, FAILED, RUNNING):
-            yield f"the client of {name} leaves", False, lambda turn, request=request: turn.end(request)
+            yield f"the client of {name} leaves", False, partial(_Turn.end, request=request)
         if setting.aborts and stage == LOADING:
             yield f"the client of {name} leaves", False, _abort_loading(request)
     for lease, held in enumerate(world.leases):
         if setting.shares and held.is_cached:
-            yield f"the cache loses what {lease} lends", False, lambda turn, lease=lease: turn.lose(lease)
+            yield f"the cache loses what {lease} lends", False, partial(_Turn.lose, lease=lease)
     for request in world.quarantined:
-        yield f"the READ of {request} ends", False, lambda turn, request=request: turn.quarantined.remove(request)
+        yield f"the READ of {request} ends", False, partial(_Turn.end_quarantine, request=request)
     for request in world.lent_back:
-        yield f"the lease of {request} is over", True, lambda turn, request=request: turn.lent_back.remove(request)
+        yield f"the lease of {request} is over", True, partial(_Turn.end_lease, request=request)
 
 
 def _abort_loading(request: int) -> Callable[[_Turn], None]:

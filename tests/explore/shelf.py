@@ -101,7 +101,7 @@ class Shelf:
             elapsed = self._elapsed[number, by_ns] = self.add(core, now_ns + by_ns)
         return elapsed
 
-    def step(self, number: int, event: Event | None) -> tuple[int, tuple[Effect, ...]]:
+    def step(self, number: int, event: Event | None) -> tuple[int, tuple[Any, ...]]:
         """One turn of its executor: take `event` in (None: a deadline has passed), and do what is due.
 
         Times in `event` and in the effects are relative to now.

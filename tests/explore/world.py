@@ -66,7 +66,7 @@ from statemachine.failures import (
     Incompatible,
     TransferError,
 )
-from statemachine.kernel import Effect, Event
+from statemachine.kernel import Event
 from statemachine.lease import LeaseName
 from statemachine.lending import Lending
 from statemachine.remote_engine import (
@@ -76,6 +76,7 @@ from statemachine.remote_engine import (
     Connected,
     ConnectFailed,
     Crashed,
+    EngineEffect,
     EngineLimits,
     HoldAnswered,
     LeavingSaid,
@@ -912,7 +913,7 @@ class Rules:
             elif read.status in (FLYING, FLYING_SLOW):
                 is_alive = self.connection(world, core, read.connection).is_alive
                 # Nothing but an error comes of a READ from a process that is gone.
-                ends = ((COMPLETED, 0), (LOST, 1), (REFUSED, 1), (LOST_WRITING, 1))
+                ends: tuple[tuple[int, int], ...] = ((COMPLETED, 0), (LOST, 1), (REFUSED, 1), (LOST_WRITING, 1))
                 if self.product.checks:
                     ends = (*ends, (LIED, 1))
                 for end, cost in ends if is_alive else ((LOST, 0), (LOST_WRITING, 1)):
@@ -1080,7 +1081,7 @@ class Turn:
             else:
                 self._execute_on_peer(core - self._rules.decode_cores, effect)
 
-    def _execute(self, core: int, effect: Effect) -> None:
+    def _execute(self, core: int, effect: EngineEffect) -> None:
         match effect:
             case StartHandshake():
                 if self.handshakes[core]:
@@ -1102,8 +1103,8 @@ class Turn:
                 read = self.requests[request].parts[rank].reads[source]
                 self._set_read(request, rank, source, read._replace(status=CHECKING, connection=connection))
             case TearDown(connection=number, failure=failure):
-                connection = self._rules.connection(self.world(), core, number)
-                if connection.is_suspect and failure is None:
+                is_suspect = self._rules.connection(self.world(), core, number).is_suspect
+                if is_suspect and failure is None:
                     raise Broken(
                         f"invariant 6: who shares the agents of connection {number} is not told that it failed"
                     )
@@ -1203,15 +1204,17 @@ class Turn:
         """How long before the end of a promise D may stop to trust it."""
         return limits.lease_ns // DRIFT_DIVISOR + limits.margin_ns
 
-    def _execute_on_peer(self, rank: int, effect: Effect) -> None:
+    def _execute_on_peer(self, rank: int, effect: lending.LendingEffect) -> None:
         match effect:
-            case lending.TellLeaving(reply_to=ReplyTo(connection=connection) as reply_to):
-                core = self._rules.core_named(reply_to)
+            case lending.TellLeaving(reply_to=reply_to):
+                assert isinstance(reply_to, ReplyTo)
+                core, connection = self._rules.core_named(reply_to), reply_to.connection
                 here = None if self.cores[core] == DEAD else self._connection(core, connection)
                 if here is not None and here.links >> rank & 1:
                     self.mail = (*self.mail, Message(LEAVING, core, connection, rank, 0, ()))
-            case lending.AnswerHold(reply_to=ReplyTo(connection=connection) as reply_to):
-                core = self._rules.core_named(reply_to)
+            case lending.AnswerHold(reply_to=reply_to):
+                assert isinstance(reply_to, ReplyTo)
+                core, connection = self._rules.core_named(reply_to), reply_to.connection
                 says = tuple(
                     sorted(
                         [(self._rules.name_numbers[name], remaining_ns) for name, remaining_ns in effect.held]
@@ -1222,8 +1225,9 @@ class Turn:
                     if remaining_ns >= 0:
                         self._promise(name, rank, core, reply_to.sender, remaining_ns)
                 self.mail = (*self.mail, Message(HELD, core, connection, rank, -effect.sent_ns, says))
-            case lending.AnswerRelease(reply_to=ReplyTo(connection=connection) as reply_to, leases=leases):
-                core = self._rules.core_named(reply_to)
+            case lending.AnswerRelease(reply_to=reply_to, leases=leases):
+                assert isinstance(reply_to, ReplyTo)
+                core, connection = self._rules.core_named(reply_to), reply_to.connection
                 says = tuple(sorted((self._rules.name_numbers[name], 0) for name in leases))
                 self.mail = (*self.mail, Message(RELEASED, core, connection, rank, 0, says))
             case lending.FreeBlocks(lease=name, expired=expired):
@@ -1398,9 +1402,9 @@ class Turn:
                 request_ids = tuple(name.request_id for name in names)
                 self.feed(core, lending.HeartbeatNotified(sender=f"agent {message.core}", request_ids=request_ids))
             case _:
-                for name in names:
+                for each in names:
                     notified = lending.ReleaseNotified(
-                        sender=f"agent {message.core}", request_id=name.request_id, ranks=ranks
+                        sender=f"agent {message.core}", request_id=each.request_id, ranks=ranks
                     )
                     self.feed(core, notified)
 
