@@ -33,7 +33,7 @@ from connector.ports.side_channel import (
     Reached,
     without_socket,
 )
-from connector.ports.zmq_bridge.frames import Socket, endpoint, receive_bounded
+from connector.ports.zmq_bridge.frames import Message, Socket, endpoint, receive_bounded
 from connector.ports.zmq_bridge.monitor import Monitor
 from connector.ports.zmq_bridge.refusals import (
     ENDED,
@@ -140,6 +140,18 @@ class ZmqRequester:
         if self._closed:  # while something was waited for that cannot be cancelled
             raise trio.ClosedResourceError("this requester was closed while it waited")
         self._close_sockets()
+        dealer, monitor = self._send(address, frames, key)
+        reply = await self._await_reply(address, dealer, monitor)
+        if reply is None:
+            await trio.lowlevel.checkpoint()
+            return None
+        await trio.lowlevel.cancel_shielded_checkpoint()
+        if not reply.is_delimited:
+            raise self._something_else("what came back is not a delimited reply within bounds")
+        return reply.frames[1:]
+
+    def _send(self, address: str, frames: Sequence[bytes], key: bytes | None) -> tuple[Socket, Monitor]:
+        """Begin to connect, and to send. Raises SideChannelError when no socket can be had."""
         try:
             dealer = self._socket = self._channel.make_client(address, key)
             dealer.setsockopt(zmq.MAXMSGSIZE, REPLY_FRAME_BYTES_MAX)
@@ -152,11 +164,15 @@ class ZmqRequester:
                 dealer.send_multipart([b"", *frames], zmq.NOBLOCK)
         except (zmq.ZMQError, OSError) as error:
             raise without_socket(self._host, self._port, error) from error
+        return dealer, monitor
+
+    async def _await_reply(self, address: str, dealer: Socket, monitor: Monitor) -> Message | None:
+        """None: it has ended the connection instead of greeting."""
         has_looked = False
         while True:
             reply = receive_bounded(dealer, REPLY_FRAMES_MAX, REPLY_FRAME_BYTES_MAX)
             if reply is not None:
-                break
+                return reply
             monitor.catch_up()
             if monitor.connection_failed:
                 raise PortRefused(self._host, self._port, REFUSED)
@@ -165,11 +181,10 @@ class ZmqRequester:
             if monitor.disconnected and monitor.greeted:
                 # libzmq connects again, and does not ask again. What had arrived it has handed out before.
                 reply = receive_bounded(dealer, REPLY_FRAMES_MAX, REPLY_FRAME_BYTES_MAX)
-                if reply is not None:
-                    break
-                raise ConnectionEnded(self._host, self._port, UNANSWERED)
+                if reply is None:
+                    raise ConnectionEnded(self._host, self._port, UNANSWERED)
+                return reply
             if monitor.disconnected:
-                await trio.lowlevel.checkpoint()
                 return None
             is_ungreeted = monitor.connected and not monitor.greeted
             with trio.move_on_after(GREETING_SECONDS if is_ungreeted and not has_looked else math.inf) as patience:
@@ -179,10 +194,6 @@ class ZmqRequester:
                 await self._look_who_listens(address)
             if self._closed:
                 raise trio.ClosedResourceError("this requester was closed while it waited")
-        await trio.lowlevel.cancel_shielded_checkpoint()
-        if not reply.is_delimited:
-            raise self._something_else("what came back is not a delimited reply within bounds")
-        return reply.frames[1:]
 
     async def _look_who_listens(self, address: str) -> None:
         """Raises NotASideChannel when it shows itself to be something else. A process that hangs shows nothing."""

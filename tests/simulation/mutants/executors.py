@@ -872,8 +872,12 @@ PORTS = (
         row=43,
         broken="a question whose connection was ended is waited for until its time is up",
         changes=(
-            Edit(ZmqRequester._attempt, "if monitor.disconnected and monitor.greeted:", "if False:"),
-            Edit(ZmqRequester._attempt, "if monitor.disconnected:", "if monitor.disconnected and not monitor.greeted:"),
+            Edit(ZmqRequester._await_reply, "if monitor.disconnected and monitor.greeted:", "if False:"),
+            Edit(
+                ZmqRequester._await_reply,
+                "if monitor.disconnected:",
+                "if monitor.disconnected and not monitor.greeted:",
+            ),
         ),
         place=ByTest(
             "tests/conformance/test_zmq_bridge.py"
