@@ -93,36 +93,52 @@ class Case:
 def find(text: str, records: Iterable[TransitionRecord], live: Live) -> list[Case]:
     """The cases that a person may mean by `text` (`best_named`), in the order in which they began."""
     every = histories(records)
-    connections: dict[tuple[str, str | None], list[History]] = {}
-    for each in every:
-        if each.machine == "peer":
-            connections.setdefault((each.engine_id, each.peer), []).append(each)
-    cases = [
-        Case(story=story, peers=connections.get((story.requests[0].engine_id, story.requests[0].peer), []))
-        if story.requests
-        else Case(story=story)
-        for story in stories(every)
-        if any(text in name for name in story.names)
-    ]
+    cases = _told_by_records(text, every)
     on_p = [each.lease_key for each in every if each.machine == "lease"]
     _add_rows(text, cases, live, LeasesGiven((*on_p, *map(_key_of_lease, live.of(LeaseRow)))))
     lent_back, others = list[Case](), list[Case]()
     for case in cases:
         (lent_back if case.is_lent_back else others).append(case)
     cases = _with_their_leases(others)
+    _add_local_prefills(text, cases, live)
+    _add_waits_without_room(text, cases, live)
+    _add_read_back(lent_back, cases)
+    # Last, because what is one case may have an id that contains the text on one side only.
+    return sorted(best_named(cases, lambda case: case.names, text), key=lambda case: case.began)
+
+
+def _told_by_records(text: str, every: list[History]) -> list[Case]:
+    connections: dict[tuple[str, str | None], list[History]] = {}
+    for each in every:
+        if each.machine == "peer":
+            connections.setdefault((each.engine_id, each.peer), []).append(each)
+    return [
+        Case(story=story, peers=connections.get((story.requests[0].engine_id, story.requests[0].peer), []))
+        if story.requests
+        else Case(story=story)
+        for story in stories(every)
+        if any(text in name for name in story.names)
+    ]
+
+
+def _add_local_prefills(text: str, cases: list[Case], live: Live) -> None:
+    """Prompts that D computes. P may have lent what D was not told of: then the lease is a case already."""
     alone = [case for case in cases if not case.story.requests and not case.requests]
     for said in live.of(LocalPrefillRow):
-        if text in said.row.request_id:
-            # P may have lent what D was not told of.
-            lent = [
-                case
-                for case in alone
-                if case.local_prefill is None and _unwrapped(case.name) == _unwrapped(said.row.request_id)
-            ]
-            case = lent[0] if len(lent) == 1 else Case()
-            if case not in cases:
-                cases.append(case)
-            case.local_prefill = said
+        if text not in said.row.request_id:
+            continue
+        lent = [
+            case
+            for case in alone
+            if case.local_prefill is None and _unwrapped(case.name) == _unwrapped(said.row.request_id)
+        ]
+        case = lent[0] if len(lent) == 1 else Case()
+        if case not in cases:
+            cases.append(case)
+        case.local_prefill = said
+
+
+def _add_waits_without_room(text: str, cases: list[Case], live: Live) -> None:
     places = {place: case for case in cases for place in case.on_engines}
     for waits in live.of(WithoutRoomRow):
         if text in waits.row.request_id:
@@ -130,6 +146,10 @@ def find(text: str, records: Iterable[TransitionRecord], live: Live) -> list[Cas
             if case not in cases:
                 cases.append(case)
             case.without_room = waits
+
+
+def _add_read_back(lent_back: list[Case], cases: list[Case]) -> None:
+    """What is lent of an answer, with the request that it answers; or as a case of its own."""
     on_engines: dict[tuple[str, str], list[Case]] = {}
     for case in cases:
         for place in case.on_engines:
@@ -140,8 +160,6 @@ def find(text: str, records: Iterable[TransitionRecord], live: Live) -> list[Cas
             case.read_back.append(kept)
         if not owners:
             cases.append(kept)
-    # Last, because what is one case may have an id that contains the text on one side only.
-    return sorted(best_named(cases, lambda case: case.names, text), key=lambda case: case.began)
 
 
 def _with_their_leases(cases: list[Case]) -> list[Case]:
