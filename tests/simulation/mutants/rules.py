@@ -62,7 +62,7 @@ RULES: dict[str, Rule] = {
     ),
     "a connection of no use": Rule(
         peer,
-        "One that is lost before that is rebuilt at once, because it may have met a process that was about to end; the "
+        "One that was of no use is rebuilt at once, because it may have met a process that was about to end; the "
         "second in a row, and those after it, wait as after a failed attempt.",
     ),
     "who waits is told": Rule(remote_engine, "who waits for it is told when it is ready, and when it fails"),
