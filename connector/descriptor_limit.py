@@ -3,8 +3,8 @@
 UCX takes two for each engine that a worker is connected to over TCP, and where none is left for one that connects it
 listens no more until the process ends (docs/nixl.md fact 38). Each connection to a listener is one, and a quarter of
 all is the most that one has (`ports/doorman.py`): after a restart of P every rank of every D connects at once, and who
-is one too many is cut off. vLLM raises the limit of its front end alone, to 65,535 or, if the hard limit is lower, not
-at all.
+is one too many is cut off. vLLM raises the limit of its API server, and so of what that starts, to 65,535 or, if the
+hard limit is lower, not at all; nor where there is no such server (`--headless`, `LLM`).
 """
 
 from __future__ import annotations

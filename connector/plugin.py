@@ -12,7 +12,7 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -45,16 +45,14 @@ def check_options(vllm_config: VllmConfig) -> None:
     """Raises OptionError or UnsupportedCache when this connector is configured, alone or as one of several, with
     options that it could not start with, or that the rest of the configuration does not allow."""
     _check_options(vllm_config, vllm_config.kv_transfer_config)
+    _require_that_others_bear_stages(vllm_config)
 
 
 def _check_options(vllm_config: VllmConfig, config: KVTransferConfig) -> None:
     """Check the options of one connector, and of those in it."""
     if config.kv_connector == _SEVERAL:
-        children = [_config_of(child, config) for child in config.kv_connector_extra_config.get("connectors", [])]
-        for child in children:
+        for child in _children(config):
             _check_options(vllm_config, child)
-        if any(_is_ours(child) for child in children):
-            _require_that_others_bear_stages(vllm_config, children)
     elif _is_ours(config):
         from connector.config import check_trace_directory, parse_options
         from connector.key_files import check_key_files
@@ -83,6 +81,19 @@ def share_policy(config: KVTransferConfig) -> None:
         config.kv_connector_extra_config = extra | {
             "connectors": [_with_policy(child, config) for child in extra["connectors"]]
         }
+
+
+def _children(several: KVTransferConfig) -> list[KVTransferConfig]:
+    return [_config_of(child, several) for child in several.kv_connector_extra_config.get("connectors", [])]
+
+
+def _leaves(config: KVTransferConfig) -> Iterator[KVTransferConfig]:
+    """All connectors that are not made of others."""
+    if config.kv_connector == _SEVERAL:
+        for child in _children(config):
+            yield from _leaves(child)
+    else:
+        yield config
 
 
 def _config_of(child: dict[str, Any], parent: KVTransferConfig) -> KVTransferConfig:
@@ -183,22 +194,25 @@ def _require_engines_that_stay(vllm_config: VllmConfig) -> None:
         raise UnsupportedCache("enable_elastic_ep", True, expected)
 
 
-def _require_that_others_bear_stages(vllm_config: VllmConfig, children: Sequence[KVTransferConfig]) -> None:
+def _require_that_others_bear_stages(vllm_config: VllmConfig) -> None:
     """Raise UnsupportedCache for pipeline stages where one of several connectors raises for them. Each is told what the
     workers of all connectors say of themselves, and vLLM's base class raises for what comes from a second stage."""
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages == 1:
         return
+    several = list(_leaves(vllm_config.kv_transfer_config))
+    if not any(map(_is_ours, several)):
+        return
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
 
-    for child in children:
-        found = KVConnectorFactory.get_connector_class(child)
+    for each in several:
+        found = KVConnectorFactory.get_connector_class(each)
         if found.set_xfer_handshake_metadata_pp_aware is KVConnectorBase_V1.set_xfer_handshake_metadata_pp_aware:
             from connector.unsupported import UnsupportedCache
 
             expected = (
-                f"1, or this connector without {child.kv_connector} beside it, which raises for what a rank of a second"
+                f"1, or this connector without {each.kv_connector} beside it, which raises for what a rank of a second"
                 " stage tells others"
             )
             raise UnsupportedCache(f"pipeline_parallel_size with {_SEVERAL}", stages, expected)

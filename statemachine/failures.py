@@ -130,7 +130,7 @@ class HandshakeMalformed(PeerFailure, frozen=True, kw_only=True):
 
 
 class HandshakeRefused(PeerFailure, frozen=True, kw_only=True):
-    """The peer answered with an error, or our NIXL agent refused its metadata."""
+    """The peer answered with an error or ended the connection instead, or our NIXL agent refused its metadata."""
 
     detail: str
 

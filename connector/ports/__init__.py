@@ -1,6 +1,6 @@
 """The doors to the outside world: two contracts (Protocols and plain values; they import neither NIXL nor ZMQ), and the
 real ones behind them. The simulator brings its own. No other module of the package imports NIXL or ZMQ, but for
-`observe/ucx_devices.py`, which asks NIXL in a process of its own.
+`tools/ucx_devices.py`, which asks NIXL in a process of its own.
 
 nixl          contract: a NIXL agent
 nixl_agent    the real one: an agent on a thread of its own

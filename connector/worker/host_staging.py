@@ -114,11 +114,12 @@ class HostStaging:
         return self._copy_operation
 
     def save(self, block_ids: Sequence[Sequence[int]]) -> None:
-        """Device to host: logical blocks of each cache group."""
+        """Device to host: logical blocks of each cache group. Raises torch.OutOfMemoryError where not even one fits
+        beside the cache."""
         self._copy(block_ids, "d2h")
 
     def load(self, block_ids: Sequence[Sequence[int]]) -> None:
-        """Host to device: logical blocks of each cache group."""
+        """Host to device: logical blocks of each cache group. Raises as `save` does."""
         self._copy(block_ids, "h2d")
 
     def _copy(self, block_ids: Sequence[Sequence[int]], direction: Direction) -> None:
@@ -129,10 +130,18 @@ class HostStaging:
                 kernel_ids = group.kernel_block_ids(ids)
                 # vLLM's operation gathers what it is to copy of a layer in the device's memory.
                 at_once = max(1, MOVED_AT_ONCE_BYTES // group.kernel_block_bytes)
-                with gpu_sync_allowed():
-                    for start in range(0, len(kernel_ids), at_once):
-                        some = kernel_ids[start : start + at_once]
-                        copy(source, target, some, some, direction)
+                first = 0
+                while first < len(kernel_ids):
+                    some = kernel_ids[first : first + at_once]
+                    try:
+                        with gpu_sync_allowed():
+                            copy(source, target, some, some, direction)
+                    except torch.OutOfMemoryError:  # copied again, nothing differs
+                        if len(some) == 1:
+                            raise
+                        at_once = len(some) // 2
+                    else:
+                        first += at_once
 
 
 def _host_buffer(cache: torch.Tensor, layout_name: str, *, padding_bytes: int) -> torch.Tensor:

@@ -193,6 +193,25 @@ def test_beyond_a_number_names_wait_for_a_name_server_that_answers(monkeypatch: 
     run(test)
 
 
+def test_a_name_that_waits_for_room_is_refused_when_the_oldest_question_has_hung_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However new those are that have taken the place of others."""
+    monkeypatch.setattr(host_names, "QUESTIONS_MAX", 2)
+    monkeypatch.setattr(host_names, "AGAIN_SECONDS", 0.5)
+
+    async def test(server: NameServer) -> None:
+        names = HostNames()
+        await given_up(names, "hang-0", 0.4)
+        await given_up(names, "hang-1", 0.0)
+        began = trio.current_time()
+        with pytest.raises(NameNotResolved, match="2 questions wait for a name server"):
+            await names.address("found-new", 5600)
+        assert trio.current_time() - began < 0.3
+
+    run(test)
+
+
 def test_beyond_a_number_that_hang_names_are_refused_but_not_those_that_were_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

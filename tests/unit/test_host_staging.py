@@ -41,6 +41,26 @@ class Operation:
         self.calls.append((list(source_ids), direction))
 
 
+class FailsFor(Operation):
+    """Has no room for a single block of one request."""
+
+    def __init__(self, block: int) -> None:
+        super().__init__(room_bytes=1 << 30)
+        self._block = block
+
+    def __call__(
+        self,
+        source: Mapping[str, torch.Tensor],
+        target: Mapping[str, torch.Tensor],
+        source_ids: Sequence[int],
+        target_ids: Sequence[int],
+        direction: Direction,
+    ) -> None:
+        if self._block in source_ids:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        super().__call__(source, target, source_ids, target_ids, direction)
+
+
 def staging(operation: Operation) -> tuple[HostStaging, torch.Tensor, torch.Tensor]:
     """Of one layer, whose blocks have 1,024 bytes; its cache on the device, and on the host."""
     device = torch.zeros(BLOCKS, 2, 4, 32, dtype=torch.int32)
@@ -75,9 +95,19 @@ def test_a_block_that_is_larger_than_what_is_moved_at_once_goes_alone(monkeypatc
     assert operation.calls == [([3], "h2d"), ([4], "h2d")]
 
 
+def test_what_the_device_has_no_room_for_is_copied_in_smaller_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_staging, "MOVED_AT_ONCE_BYTES", 4_096)
+    operation = Operation(room_bytes=2_048)
+    ours, device, host = staging(operation)
+    ours.load([[7, 1, 2, 9, 4]])
+    assert [ids for ids, _ in operation.calls] == [[7, 1], [2, 9], [4]]
+    loaded = [1, 2, 4, 7, 9]
+    assert torch.equal(device[loaded], host[loaded])
+
+
 def test_a_device_without_memory_fails_the_request_that_is_copied_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_staging, "MOVED_AT_ONCE_BYTES", 2_048)
-    ours, device, host = staging(Operation(room_bytes=1_024))
+    ours, device, host = staging(FailsFor(2))
     finishing = Finishing(run_at_once, BlockPermuter({}), CacheMemory([host]), ours)
     both = [Loaded("long", ([1, 2],), None, None), Loaded("short", ([3],), None, None)]
     assert finishing.finish(both) == ({"short"}, {"long": DeviceMemoryExhausted(error="CUDA out of memory")})

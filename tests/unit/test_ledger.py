@@ -25,7 +25,7 @@ from connector.protocol import (
 from connector.step_metadata import WorkerReport
 from connector.worker.finishing import Loaded
 from connector.worker.ledger import REASON_LENGTH_MAX, TransferLedger
-from statemachine.failures import AbortedByClient, BadParams, DeviceMemoryExhausted, PackingFailed
+from statemachine.failures import AbortedByClient, BadParams, ConnectorStopped, DeviceMemoryExhausted, PackingFailed
 from statemachine.lease import LeaseName
 from tests.rig.pulls import pull, release_unread
 
@@ -197,8 +197,13 @@ def test_when_the_actors_are_dead_new_requests_are_refused_and_their_blocks_are_
     book.fail_closed(RuntimeError("dead"))
     book.enter(command)
     book.refuse(command, "its actors died earlier")
+    assert book._events[-1].failure == ConnectorStopped(detail="its actors died earlier")
+    wrong = BadParams(field="remote_host", expected="a host name", found="7")
+    book.enter(RejectPull(request_id="b", local_block_ids=[2], failure=wrong))
+    book.refuse(RejectPull(request_id="b", local_block_ids=[2], failure=wrong), "its actors died earlier")
+    assert book._events[-1].failure == wrong, "and why the request is refused stays the cause"
     book.fail_closed(RuntimeError("dead"))
-    assert book.take_results().failed_recving == {"a"}
+    assert book.take_results().failed_recving == {"a", "b"}
     report = book.take_report()
     assert report is not None
     assert report.quarantined == []

@@ -221,7 +221,12 @@ def test_stages_beside_a_connector_that_raises_for_them_are_refused(monkeypatch:
     parallel = ParallelConfig()
     monkeypatch.setattr(parallel, "pipeline_parallel_size", 2)
     producer = NAMED | {"kv_role": "kv_producer"}
-    for children in ((ANOTHER, producer), (producer, ANOTHER)):
+    for children in (
+        (ANOTHER, producer),
+        (producer, ANOTHER),
+        (producer, several(ANOTHER)),
+        (several(producer), ANOTHER),
+    ):
         with pytest.raises(UnsupportedCache, match="ExampleConnector beside it") as refused:
             VllmConfig(kv_transfer_config=KVTransferConfig(**several(*children)), parallel_config=parallel)
         assert refused.value.field == "pipeline_parallel_size with MultiConnector"

@@ -736,7 +736,7 @@ def test_a_connection_that_stood_idle_for_long_was_of_use() -> None:
     drive.feed(MeetAsked(address=ADDRESS, message=None))
     for day in range(1, 6):
         drive.connect(day)
-        drive.wait(86_400 * S)
+        drive.wait(LIMITS.backoff_max_ns)
         drive.feed(LinkLost(connection=day, detail="reset"), TornDown(connection=day))
         assert drive.feed(MeetAsked(address=ADDRESS, message=None)) == [StartHandshake(address=ADDRESS)]
 
@@ -755,6 +755,18 @@ def test_a_connection_that_is_lost_soon_or_while_it_is_read_over_was_of_no_use()
     assert connection.has_stood_idle(8 * S)
     connection.open_reads["a", 0] = None
     assert not connection.has_stood_idle(8 * S)
+    connection.open_reads.clear()
+    connection.unsettled["a", 0] = None
+    assert not connection.has_stood_idle(8 * S)
+
+
+def test_a_connection_of_an_engine_that_fell_silent_was_of_no_use_however_long_it_stood() -> None:
+    drive = connected()
+    drive.wait(1000 * S)
+    drive.announce("a")
+    drive.wait(61 * S)
+    assert isinstance(drive.core.view().peer.failure, PeerSilent)
+    assert drive.core.view().peer.losses == 1
 
 
 def test_reads_that_are_not_posted_any_more_are_retried_over_the_next_connection() -> None:

@@ -43,7 +43,9 @@ class Monitor:
         self.refused = False
         """The other end has said that it does not let us in."""
         self.disconnected = False
-        """A connection has ended."""
+        """A connection has ended. libzmq connects again, so what is told here may be of several."""
+        self.ended_after_greeting = False
+        """One whose other end had greeted has."""
         self._descriptor: int | None = None
         try:
             watched.monitor(address, _WATCHED_EVENTS)
@@ -96,6 +98,7 @@ class Monitor:
             self.greeted |= event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             self.refused |= event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and parsed["value"] == int(NOT_ALLOWED)
             self.disconnected |= event == zmq.EVENT_DISCONNECTED
+            self.ended_after_greeting |= event == zmq.EVENT_DISCONNECTED and self.greeted
 
     def close(self) -> None:
         """Before the watched socket is closed. Wakes the task that waits for news."""

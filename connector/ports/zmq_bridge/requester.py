@@ -178,13 +178,14 @@ class ZmqRequester:
                 raise PortRefused(self._host, self._port, REFUSED)
             if monitor.refused:
                 raise AccessRefused(self._host, self._port, NOT_LET_IN)
-            if monitor.disconnected and monitor.greeted:
-                # libzmq connects again, and does not ask again. What had arrived it has handed out before.
+            if monitor.ended_after_greeting:
+                # libzmq connects again, and does not ask again what it has sent. What had arrived it has handed out
+                # before.
                 reply = receive_bounded(dealer, REPLY_FRAMES_MAX, REPLY_FRAME_BYTES_MAX)
                 if reply is None:
                     raise ConnectionEnded(self._host, self._port, UNANSWERED)
                 return reply
-            if monitor.disconnected:
+            if monitor.disconnected and not monitor.greeted:
                 return None
             is_ungreeted = monitor.connected and not monitor.greeted
             with trio.move_on_after(GREETING_SECONDS if is_ungreeted and not has_looked else math.inf) as patience:
