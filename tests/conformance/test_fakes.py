@@ -14,7 +14,7 @@ from trio.testing import MockClock
 
 from connector.clock import BootClock
 from connector.ports.nixl import AgentName, MemoryRange, NixlEvent, NixlPort, NotificationReceived
-from connector.ports.side_channel import SideChannel
+from connector.ports.side_channel import ConnectionEnded, SideChannel
 from tests.conformance.nixl_suite import (
     BLOCK_BYTES,
     BLOCKS,
@@ -374,6 +374,32 @@ class TestFakeSideChannel(OnVirtualTime, SideChannelSuite):
             here = [await link.receive() for _ in range(20)]
             sent = [(b"%d" % number,) for number in range(20)]
             assert here == there == (sent if is_ordered else sent[::-1])
+
+        self.run(scenario)
+
+    @pytest.mark.parametrize("is_answered", [True, False])
+    def test_the_end_of_a_connection_does_not_overtake_a_reply(self, is_answered: bool) -> None:
+        """Also where a listener ends one connection, as an engine does that has too many."""
+
+        async def scenario(channel: SideChannel) -> None:
+            assert isinstance(channel, FakeSideChannel)
+            listener = channel.listen(HOST, 0)
+            outcome: list[object] = []
+
+            async def ask() -> None:
+                try:
+                    outcome.append(await channel.connect(HOST, listener.port).ask([b"hello?"]))
+                except ConnectionEnded:
+                    outcome.append("ended")
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(ask)
+                address = (await listener.receive()).reply_address
+                self.rules.seconds, self.rules.shrink = 10.0, 0.1
+                if is_answered:
+                    listener.reply(address, [b"here"])
+                channel.network.cut_off(address)
+            assert outcome == [(b"here",) if is_answered else "ended"]
 
         self.run(scenario)
 
