@@ -197,11 +197,11 @@ def _require_engines_that_stay(vllm_config: VllmConfig) -> None:
 def _require_that_others_bear_stages(vllm_config: VllmConfig) -> None:
     """Raise UnsupportedCache for pipeline stages where one of several connectors raises for them. Each is told what the
     workers of all connectors say of themselves, and vLLM's base class raises for what comes from a second stage."""
+    several = list(_leaves(vllm_config.kv_transfer_config))
+    if len(several) == 1 or not any(map(_is_ours, several)):
+        return
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages == 1:
-        return
-    several = list(_leaves(vllm_config.kv_transfer_config))
-    if not any(map(_is_ours, several)):
         return
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
