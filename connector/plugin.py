@@ -12,7 +12,7 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -44,29 +44,29 @@ def register() -> None:
 def check_options(vllm_config: VllmConfig) -> None:
     """Raises OptionError or UnsupportedCache when this connector is configured, alone or as one of several, with
     options that it could not start with, or that the rest of the configuration does not allow."""
-    _check_options(vllm_config, vllm_config.kv_transfer_config)
-    _require_that_others_bear_stages(vllm_config)
+    configured = list(_leaves(vllm_config.kv_transfer_config))
+    ours = [each for each in configured if _is_ours(each)]
+    for each in ours:
+        _check_options(vllm_config, each)
+    if ours and len(configured) > 1:
+        _require_that_all_bear_stages(vllm_config, configured)
 
 
 def _check_options(vllm_config: VllmConfig, config: KVTransferConfig) -> None:
-    """Check the options of one connector, and of those in it."""
-    if config.kv_connector == _SEVERAL:
-        for child in _children(config):
-            _check_options(vllm_config, child)
-    elif _is_ours(config):
-        from connector.config import check_trace_directory, parse_options
-        from connector.key_files import check_key_files
-        from connector.step_overlap import require_role_that_reads
+    """Check the options of one connector of ours."""
+    from connector.config import check_trace_directory, parse_options
+    from connector.key_files import check_key_files
+    from connector.step_overlap import require_role_that_reads
 
-        _require_engine_id_for_peers(config)
-        _require_no_routed_experts(vllm_config)
-        _require_no_retried_steps(vllm_config)
-        _require_engines_that_stay(vllm_config)
-        _require_memory_that_stays(vllm_config, config)
-        options = parse_options(config.kv_connector_extra_config)
-        check_key_files(options)
-        require_role_that_reads(vllm_config, options, config)
-        check_trace_directory(options)  # last, because it may create it
+    _require_engine_id_for_peers(config)
+    _require_no_routed_experts(vllm_config)
+    _require_no_retried_steps(vllm_config)
+    _require_engines_that_stay(vllm_config)
+    _require_memory_that_stays(vllm_config, config)
+    options = parse_options(config.kv_connector_extra_config)
+    check_key_files(options)
+    require_role_that_reads(vllm_config, options, config)
+    check_trace_directory(options)  # last, because it may create it
 
 
 def share_policy(config: KVTransferConfig) -> None:
@@ -83,15 +83,11 @@ def share_policy(config: KVTransferConfig) -> None:
         }
 
 
-def _children(several: KVTransferConfig) -> list[KVTransferConfig]:
-    return [_config_of(child, several) for child in several.kv_connector_extra_config.get("connectors", [])]
-
-
 def _leaves(config: KVTransferConfig) -> Iterator[KVTransferConfig]:
     """All connectors that are not made of others."""
     if config.kv_connector == _SEVERAL:
-        for child in _children(config):
-            yield from _leaves(child)
+        for child in config.kv_connector_extra_config.get("connectors", []):
+            yield from _leaves(_config_of(child, config))
     else:
         yield config
 
@@ -194,12 +190,9 @@ def _require_engines_that_stay(vllm_config: VllmConfig) -> None:
         raise UnsupportedCache("enable_elastic_ep", True, expected)
 
 
-def _require_that_others_bear_stages(vllm_config: VllmConfig) -> None:
+def _require_that_all_bear_stages(vllm_config: VllmConfig, several: Sequence[KVTransferConfig]) -> None:
     """Raise UnsupportedCache for pipeline stages where one of several connectors raises for them. Each is told what the
     workers of all connectors say of themselves, and vLLM's base class raises for what comes from a second stage."""
-    several = list(_leaves(vllm_config.kv_transfer_config))
-    if len(several) == 1 or not any(map(_is_ours, several)):
-        return
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages == 1:
         return

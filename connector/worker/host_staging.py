@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from connector.families import Holds, family_of, layer_specs
 from connector.layout.shapes import page_strides
 from connector.unsupported import UnsupportedCache
-from connector.worker.landing import MOVED_AT_ONCE_BYTES
+from connector.worker.landing import MOVED_AT_ONCE_BYTES, in_parts
 
 Caches: TypeAlias = dict[str, torch.Tensor]
 """By layer: views of shape [blocks, heads, tokens, content]."""
@@ -126,22 +126,19 @@ class HostStaging:
         copy = self.require_copy_operation()
         for group, ids in zip(self._groups, block_ids, strict=True):
             if ids:
-                source, target = (group.device, group.host) if direction == "d2h" else (group.host, group.device)
-                kernel_ids = group.kernel_block_ids(ids)
-                # vLLM's operation gathers what it is to copy of a layer in the device's memory.
-                at_once = max(1, MOVED_AT_ONCE_BYTES // group.kernel_block_bytes)
-                first = 0
-                while first < len(kernel_ids):
-                    some = kernel_ids[first : first + at_once]
-                    try:
-                        with gpu_sync_allowed():
-                            copy(source, target, some, some, direction)
-                    except torch.OutOfMemoryError:  # copied again, nothing differs
-                        if len(some) == 1:
-                            raise
-                        at_once = len(some) // 2
-                    else:
-                        first += at_once
+                _copy_group(copy, group, ids, direction)
+
+
+def _copy_group(copy: CopyBlocks, group: _Group, block_ids: Sequence[int], direction: Direction) -> None:
+    source, target = (group.device, group.host) if direction == "d2h" else (group.host, group.device)
+    kernel_ids = group.kernel_block_ids(block_ids)
+
+    def move(part: slice) -> None:
+        copy(source, target, kernel_ids[part], kernel_ids[part], direction)
+
+    with gpu_sync_allowed():
+        # vLLM's operation gathers what it is to copy of a layer in the device's memory.
+        in_parts(len(kernel_ids), MOVED_AT_ONCE_BYTES // group.kernel_block_bytes, move)
 
 
 def _host_buffer(cache: torch.Tensor, layout_name: str, *, padding_bytes: int) -> torch.Tensor:

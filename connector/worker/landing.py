@@ -8,7 +8,7 @@ docs/performance.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -59,6 +59,23 @@ def in_landing_layout(cache: torch.Tensor, *, heads_first: bool, chunks: int) ->
     return cache.unflatten(2, (chunks, -1)) if views is None else views.lands
 
 
+def in_parts(count: int, at_once: int, move: Callable[[slice], None]) -> None:
+    """Move `count` things, so many at a time (at least one), and fewer where the device has no memory for them. `move`
+    may be called again for some of those for which it has raised. Raises torch.OutOfMemoryError where not even one
+    fits."""
+    first, at_once = 0, max(1, at_once)
+    while first < count:
+        end = min(first + at_once, count)
+        try:
+            move(slice(first, end))
+        except torch.OutOfMemoryError:
+            if end - first == 1:
+                raise
+            at_once = (end - first) // 2
+        else:
+            first = end
+
+
 class _Views(NamedTuple):
     """Two views of one cache, of shape [kernel blocks, heads, chunks, tokens of a chunk, content]."""
 
@@ -67,18 +84,12 @@ class _Views(NamedTuple):
 
     def permute(self, blocks: torch.Tensor) -> None:
         """Raises torch.OutOfMemoryError where not even one block fits beside the cache."""
-        at_once = max(1, MOVED_AT_ONCE_BYTES // self.stays[0].nbytes)
-        first = 0
-        while first < len(blocks):
-            some = blocks[first : first + at_once]
-            try:
-                self.stays.index_copy_(0, some, self.lands.index_select(0, some))
-            except torch.OutOfMemoryError:  # nothing of `some` has been written then: memory is taken before that
-                if len(some) == 1:
-                    raise
-                at_once = len(some) // 2
-            else:
-                first += at_once
+
+        def move(part: slice) -> None:
+            # Where memory is short nothing has been written yet: it is taken before that.
+            self.stays.index_copy_(0, blocks[part], self.lands.index_select(0, blocks[part]))
+
+        in_parts(len(blocks), MOVED_AT_ONCE_BYTES // self.stays[0].nbytes, move)
 
 
 def _views(cache: torch.Tensor, *, heads_first: bool, chunks: int) -> _Views | None:

@@ -20,10 +20,11 @@ BLOCKS = 12
 
 
 class Operation:
-    """vLLM's, on a device that has room for so many bytes of a layer beside the cache."""
+    """vLLM's, on a device that has room for so many bytes of a layer beside the cache, and none for one block."""
 
-    def __init__(self, room_bytes: int) -> None:
+    def __init__(self, room_bytes: int, no_room_for: int | None = None) -> None:
         self._room_bytes = room_bytes
+        self._no_room_for = no_room_for
         self.calls: list[tuple[list[int], Direction]] = []
 
     def __call__(
@@ -35,30 +36,10 @@ class Operation:
         direction: Direction,
     ) -> None:
         for layer in source:
-            if source[layer][source_ids].nbytes > self._room_bytes:
+            if self._no_room_for in source_ids or source[layer][source_ids].nbytes > self._room_bytes:
                 raise torch.OutOfMemoryError("CUDA out of memory")
             target[layer][target_ids] = source[layer][source_ids]
         self.calls.append((list(source_ids), direction))
-
-
-class FailsFor(Operation):
-    """Has no room for a single block of one request."""
-
-    def __init__(self, block: int) -> None:
-        super().__init__(room_bytes=1 << 30)
-        self._block = block
-
-    def __call__(
-        self,
-        source: Mapping[str, torch.Tensor],
-        target: Mapping[str, torch.Tensor],
-        source_ids: Sequence[int],
-        target_ids: Sequence[int],
-        direction: Direction,
-    ) -> None:
-        if self._block in source_ids:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        super().__call__(source, target, source_ids, target_ids, direction)
 
 
 def staging(operation: Operation) -> tuple[HostStaging, torch.Tensor, torch.Tensor]:
@@ -107,7 +88,7 @@ def test_what_the_device_has_no_room_for_is_copied_in_smaller_parts(monkeypatch:
 
 def test_a_device_without_memory_fails_the_request_that_is_copied_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_staging, "MOVED_AT_ONCE_BYTES", 2_048)
-    ours, device, host = staging(FailsFor(2))
+    ours, device, host = staging(Operation(room_bytes=1 << 30, no_room_for=2))
     finishing = Finishing(run_at_once, BlockPermuter({}), CacheMemory([host]), ours)
     both = [Loaded("long", ([1, 2],), None, None), Loaded("short", ([3],), None, None)]
     assert finishing.finish(both) == ({"short"}, {"long": DeviceMemoryExhausted(error="CUDA out of memory")})
