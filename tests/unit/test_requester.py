@@ -22,11 +22,11 @@ async def no_news() -> None:
 
 
 def awaited(patch: pytest.MonkeyPatch, arriving: list[Message | None], **told: bool) -> Message | None:
-    """`arriving`: what is in the socket, from one look to the next."""
-    looks = iter(arriving)
-    patch.setattr(requester, "receive_bounded", lambda *_: next(looks))
+    """`arriving`: what has come to the socket by the time at which the monitor tells, from one time to the next."""
+    looks, in_socket = iter(arriving), list[Message | None]()
+    patch.setattr(requester, "receive_bounded", lambda *_: in_socket.pop() if in_socket else None)
     said = {"connected": True, "greeted": True, "connection_failed": False, "refused": False, "disconnected": True}
-    news: Any = SimpleNamespace(catch_up=lambda: None, until_news=no_news, **said | told)
+    news: Any = SimpleNamespace(catch_up=lambda: in_socket.append(next(looks)), until_news=no_news, **said | told)
     asking = ZmqRequester(cast(Any, None), "127.0.0.1", 1)
 
     async def main() -> Message | None:
@@ -37,12 +37,12 @@ def awaited(patch: pytest.MonkeyPatch, arriving: list[Message | None], **told: b
 
 
 def test_a_reply_that_came_just_before_the_end_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert awaited(monkeypatch, [None, REPLY], ended_after_greeting=True) == REPLY
+    assert awaited(monkeypatch, [REPLY], ended_after_greeting=True) == REPLY
 
 
 def test_a_connection_that_ended_without_a_reply_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConnectionEnded):
-        awaited(monkeypatch, [None, None], ended_after_greeting=True)
+        awaited(monkeypatch, [None], ended_after_greeting=True)
 
 
 def test_a_question_that_goes_out_over_the_next_connection_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

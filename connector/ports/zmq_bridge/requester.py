@@ -170,21 +170,18 @@ class ZmqRequester:
         """None: it has ended the connection instead of greeting."""
         has_looked = False
         while True:
+            # In this order: libzmq hands out what has arrived before it tells of the end of the connection.
+            monitor.catch_up()
             reply = receive_bounded(dealer, REPLY_FRAMES_MAX, REPLY_FRAME_BYTES_MAX)
             if reply is not None:
                 return reply
-            monitor.catch_up()
             if monitor.connection_failed:
                 raise PortRefused(self._host, self._port, REFUSED)
             if monitor.refused:
                 raise AccessRefused(self._host, self._port, NOT_LET_IN)
             if monitor.ended_after_greeting:
-                # libzmq connects again, and does not ask again what it has sent. What had arrived it has handed out
-                # before.
-                reply = receive_bounded(dealer, REPLY_FRAMES_MAX, REPLY_FRAME_BYTES_MAX)
-                if reply is None:
-                    raise ConnectionEnded(self._host, self._port, UNANSWERED)
-                return reply
+                # libzmq connects again, and does not ask again what it has sent.
+                raise ConnectionEnded(self._host, self._port, UNANSWERED)
             if monitor.disconnected and not monitor.greeted:
                 return None
             is_ungreeted = monitor.connected and not monitor.greeted
