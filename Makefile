@@ -1,9 +1,10 @@
 # make demo    two real vLLM engines exchange KV through this connector and the answers are compared
 # make test    what has to hold at each commit, part after part, each of which runs whatever became of the others:
-#                check, test-parts (tests that need no whole engine, two at a time), upstream, simulate-fresh,
-#                test-engines (engines without a model, and those pairs of whole ones that show most), programs (which of
-#                those that tests need are missing; an error where CI=true and apt could have brought them). Half an hour
-# make test-all   the same, then test-long (all other files, two at a time: rare engines, floods, churn) and test-alone
+#                check, test-parts (tests that need no whole engine, two at a time), upstream, test-engines
+#                (engines without a model, and those pairs of whole ones that show most), simulate-fresh, programs (which
+#                of those that tests need are missing; an error where CI=true and apt could have brought them). Half an
+#                hour
+# make test-all   the same, with test-long (all other files, two at a time: rare engines, floods, churn) and test-alone
 #                (tests of how soon something is noticed, and of engines that take long to start, which want the machine
 #                for themselves); before a release. An hour or more
 # make upstream   vLLM's own scheduler-level tests of its connector, with this one in its place; fetches vLLM's source
@@ -71,12 +72,13 @@ check: setup
 test: setup
 	@$(MAKE) --no-print-directory --keep-going --jobs=1 parts
 
-parts: check test-parts upstream simulate-fresh test-engines programs
+# What failed stands near the end of a long log: simulate-fresh is short.
+parts: check test-parts upstream test-engines simulate-fresh programs
 
 test-all: setup
 	@$(MAKE) --no-print-directory --keep-going --jobs=1 all-parts
 
-all-parts: check test-parts upstream simulate-fresh test-engines test-long test-alone programs
+all-parts: check test-parts upstream test-engines test-long test-alone simulate-fresh programs
 
 # The slowest are named, so that it can be seen where the time goes.
 # In the order of the conftest.py files: files that share engines follow each other, short ones are left for the end.

@@ -25,8 +25,8 @@ def test_all_levels_run_from_the_same_seed_for_the_same_time(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["fresh", "--seconds", "0.5", "--seed", "131"])
     command = fresh._command
-    monkeypatch.setattr(fresh, "_command", lambda *what: says(" ".join(command(*what)[1:]), *PASSED))
-    assert fresh.main() == 0
+    monkeypatch.setattr(fresh, "_command", lambda *what: says(" ".join(command(*what)[1:]), *PASSED, then="exit 1"))
+    assert fresh.main() == 1
     expected = ["levels 1, 2, vllm: seeds from 131 on, for 0.5 s"]
     for level in ("1", "2", "vllm"):
         called = f"-m tests.simulation --level {level} --seed 131 --seconds 0.5"
@@ -43,11 +43,11 @@ def test_a_level_that_runs_no_seed_has_failed(said: tuple[str, ...], capsys: pyt
 
 def test_no_two_runs_begin_alike(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["fresh"])
-    monkeypatch.setattr(fresh, "_command", lambda level, first, seconds: says("seeds 1", f"{first}"))
+    monkeypatch.setattr(fresh, "_command", lambda level, first, seconds: says("seeds 1", f"verdict {first}"))
     started = []
     for _ in range(2):
         assert fresh.main() == 0
-        started.append(int(capsys.readouterr().out.splitlines()[-1]))
+        started.append(int(capsys.readouterr().out.split()[-1]))
         time.sleep(0.002)
     assert abs(started[0] / 1000 - time.time()) < LIMIT_SECONDS
     assert started[0] < started[1]
@@ -55,14 +55,16 @@ def test_no_two_runs_begin_alike(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 @pytest.mark.parametrize("failing", ["1", "2"])
 def test_a_seed_that_fails_is_shown_and_hides_no_other(failing: str, capsys: pytest.CaptureFixture[str]) -> None:
-    bad = says("seed 7", "seed 8", "  bytes: wrong", "seed 9", "seeds  3", then="exit 1")
-    levels = dict.fromkeys(("1", "2"), says("seed 7", "seed 8", *PASSED))
+    bad = says("seed 7", "seed 8", "  bytes: wrong", "seed 9", "seeds  3", "coverage 5", then="exit 1")
+    levels = dict.fromkeys(("1", "2"), says("seed 7", "seed 8", *PASSED, "coverage 6"))
     assert not fresh.run(levels | {failing: bad}, LIMIT_SECONDS)
     said = capsys.readouterr().out
     assert "seed 8\n  bytes: wrong\n" in said
     assert "all passed" in said
     assert "seed 7" not in said
     assert "seed 9" not in said
+    assert "coverage 5" in said
+    assert "coverage 6" not in said  # A log is read from its end.
 
 
 def test_a_seed_that_hangs_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,21 +18,24 @@ echo "$(basename "$0") $*" >> "$CALLS"
 case "$(basename "$0") $*" in *"$FAILING"*) exit 1;; esac
 """
 
-PARTS = {
+BEFORE = {
     "check": "ruff check .",
     "tests without engines": "tests/conformance",
     "vLLM's own tests": "-m tests.upstream",
-    "fresh seeds": "-m tests.simulation.fresh",
     "engines": "tests/integration tests/gpu",
+}
+AFTER = {
+    "fresh seeds": "-m tests.simulation.fresh",
     "programs that are missing": "-m tests.programs",
 }
+PARTS = BEFORE | AFTER
 """What a call of each part contains."""
 
 ONLY_IN_ALL = {
     "what takes long": "tests/integration/test_networks.py tests/e2e",
     "engines alone": "-m pytest tests/e2e/test_dead_prefill.py",
 }
-PARTS_OF_ALL = dict(sorted((PARTS | ONLY_IN_ALL).items(), key=lambda part: part[0].startswith("programs")))
+PARTS_OF_ALL = BEFORE | ONLY_IN_ALL | AFTER
 
 
 def run_make(directory: Path, failing: str, target: str = "test") -> tuple[int, list[str]]:

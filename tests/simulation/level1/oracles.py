@@ -292,9 +292,7 @@ class Oracles:
         if self._has_lasted(prompt) or any(self._is_touched(pull, now_ns) for pull in prompt.pulls):
             return
         # Who was told that the lease is of another process gives nothing back.
-        if any(
-            pull.is_lost or pull.is_refused or self.meets_another_life(pull, pull.failure) for pull in prompt.pulls
-        ):
+        if any(pull.is_lost or pull.is_refused or self.meets_another_life(pull, pull.failure) for pull in prompt.pulls):
             return
         first = prompt.pulls[0]
         waiting = [pull for pull in prompt.pulls if pull.ended_ns > now_ns and not pull.is_repeated]
