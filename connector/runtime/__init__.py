@@ -7,6 +7,7 @@ context        what they share
 peer_actor     executor of `RemoteEngine`: one prefill engine, and the requests that read from it
 connections    its connections: opened, listened to, spoken over, taken back
 handshake      how one is made
+mapped_memory  device memory that UCX would take for that of a process before
 pace           how much of the interpreter the planning of handshakes may take
 block_tables   from block tables to the descriptors of READs
 reads          READs and remote agents of all of them: what stands in front of the NIXL port

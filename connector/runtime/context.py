@@ -5,6 +5,7 @@ Nothing in here is mutable state of the protocol; that belongs to the cores.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,11 +13,13 @@ from connector.clock import Clock, to_ns
 from connector.config import ConnectorOptions
 from connector.layout.local import LocalRank
 from connector.layout.plan_cache import PlanCache
+from connector.machine import boot_id
 from connector.observe.event_log import EventLog
 from connector.ports.nixl import NixlPort
 from connector.ports.side_channel import SideChannel
 from connector.protocol import WorkerEvent
 from connector.runtime.figures import Figures
+from connector.runtime.mapped_memory import MappedMemory
 from connector.runtime.pace import Pace
 from connector.runtime.reads import Reads
 from connector.runtime.recorder import Recorder
@@ -65,19 +68,27 @@ class ActorContext(WorkerContext):
     Attributes:
         plans: of READs from the engines that were met.
         pace: of long computations.
+        mapped: device memory of engines that were connected to.
         sums: where the engine thread is asked for checksums.
     """
 
     reads: Reads
     plans: PlanCache
+    mapped: MappedMemory
     pace: Pace
     sums: SumDesk
 
     @classmethod
     def of(cls, worker: WorkerContext, reads: Reads) -> ActorContext:
         """That of a worker process whose READs go through `reads`."""
-        pace, sums = Pace(worker.clock), SumDesk(worker.emit)
-        return cls(**vars(worker), reads=reads, plans=PlanCache(), pace=pace, sums=sums)
+        return cls(
+            **vars(worker),
+            reads=reads,
+            plans=PlanCache(),
+            mapped=MappedMemory(boot_id(), os.environ, is_on_device=worker.local.layout.memory_kind == "VRAM"),
+            pace=Pace(worker.clock),
+            sums=SumDesk(worker.emit),
+        )
 
 
 def engine_limits(options: ConnectorOptions) -> EngineLimits:

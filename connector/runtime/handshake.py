@@ -147,6 +147,7 @@ async def connect(context: ActorContext, peer: PeerAddress, owner: AgentOwner) -
     replies = [answers[rank] for rank in ranks]
     plan = await context.pace.run(_plan(context, peer, ranks, replies))
     matches = _matches(context, peer, ranks, replies, plan)
+    _require_new_memory(context, peer, replies)
     try:
         return await _load(context, peer, owner, ranks, replies, plan, matches)
     except (NixlCallFailed, PortClosed) as error:
@@ -336,6 +337,18 @@ def _matches(
         return {read.remote_rank: match(read, by_rank[read.remote_rank].metadata) for read in plan.reads}
     except LayoutMismatch as mismatch:
         raise _incompatible(peer, mismatch) from mismatch
+
+
+def _require_new_memory(context: ActorContext, peer: PeerAddress, replies: Sequence[HandshakeReply]) -> None:
+    """And count it as mapped. Raises HandshakeError(Incompatible) for memory that UCX would take for another's."""
+    facts = [reply.actor for reply in replies if reply.actor is not None]
+    try:
+        for said in facts:
+            context.mapped.require_unlike(said.device_allocations, said.life)
+    except LayoutMismatch as mismatch:
+        raise _incompatible(peer, mismatch) from mismatch
+    for said in facts:
+        context.mapped.note(said.device_allocations, said.life)
 
 
 # --- what is loaded -------------------------------------------------------------------------------------------------

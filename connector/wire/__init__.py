@@ -10,6 +10,7 @@ signatures      signatures of them
 handshake       frames of the side channel
 metadata        what one rank says about its KV cache in the handshake
 identity        what the bytes of that cache mean
+device_allocations  how CUDA numbers the memory that it lies in
 control         messages about leases between a D rank and a P worker
 notifications   texts sent through NIXL, where one of two engines is a built-in one
 inspection      questions of tools about what lives in a worker, and the answers

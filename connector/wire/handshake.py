@@ -37,6 +37,7 @@ from connector.wire.bounded import (
     require_beside,
     shorten,
 )
+from connector.wire.device_allocations import DeviceAllocations
 from connector.wire.identity import NOT_PACKED, Difference, KvIdentity, differing_factors, differing_layers
 from connector.wire.metadata import METADATA_BYTES_MAX, AgentMetadata, decode_agent_metadata
 from statemachine.failures import Failure, HandshakeMalformed, HandshakeRefused, Incompatible, WrongEngine
@@ -101,6 +102,8 @@ class ActorExtension(msgspec.Struct, frozen=True, kw_only=True):
     verify: Annotated[str, Meta(max_length=16)]
     """The value of its option `verify`, which says which blocks it has checksums of."""
     identity: KvIdentity
+    device_allocations: DeviceAllocations | None = None
+    """None: this rank's KV is not on a device of CUDA, or CUDA does not say it."""
     draining: Literal["", "draining", "drained"] = ""
     """Whether P is to end, and how far it has come (`statemachine.draining`); for tools."""
 

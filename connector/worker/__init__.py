@@ -6,6 +6,8 @@ finishing           what is left to do when READs have ended, and when vLLM may 
 registration        from KV cache tensors to what is registered with NIXL and told to peers
 cache_regions       from one layer's tensor to regions of blocks
 cache_memory        the KV cache as plain memory
+device_allocations  how CUDA numbers that memory, and how UCX tells it from that of another process
+cuda_driver         what of CUDA's driver is called for it
 memory_stays        keeps that memory where it is
 token_scales        has scales that lie in it laid out before anything is read
 parallelism         which part of the KV cache this worker holds

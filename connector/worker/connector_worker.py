@@ -74,6 +74,7 @@ from connector.worker.block_sums import BlockSums
 from connector.worker.cache_memory import CacheMemory, scratch_beside
 from connector.worker.control_socket import control_port, listening_host, open_control_socket
 from connector.worker.cpu_attention import packed_blocks
+from connector.worker.device_allocations import device_allocations, shift_buffer_ids
 from connector.worker.device_stream import make_current
 from connector.worker.engine_facts import engine_facts
 from connector.worker.finishing import Finishing, run_at_once, run_on
@@ -157,6 +158,7 @@ class ConnectorWorker:
         self._late = _NOT_LATE
         self._nixl_port: RealNixlPort | None = None
         self._nixl_lag_seconds = 0.0
+        shift_buffer_ids()  # vLLM allocates the KV cache after this.
         self._hang_notice = HangNotice(ACTORS_THREAD, "the KV transfer actors", _ACTORS_HANG)
 
     # --- once ---------------------------------------------------------------------------------------------------
@@ -401,6 +403,7 @@ class ConnectorWorker:
                 control_key=public_key,
                 identity=registration.identity,
                 verify=self._options.verify,
+                device_allocations=device_allocations(registration.ranges),
             ),
             leave_secret=secrets.token_bytes(LEAVE_SECRET_BYTES),
         )

@@ -54,6 +54,7 @@ from connector.runtime.reads import DESCRIPTORS_AHEAD_MAX
 from connector.runtime.recorder import Recorder
 from connector.runtime.supervisor import Supervisor
 from connector.wire.control import REQUEST_BYTES_MAX
+from connector.wire.device_allocations import DeviceAllocations
 from connector.wire.identity import KvIdentity
 from connector.wire.inspection import EngineFacts
 from statemachine.failures import Failure
@@ -195,6 +196,8 @@ class Engine:
     control_key: str | None = None
     stages: int = 1
     """Of the engine."""
+    device_allocations: DeviceAllocations | None = None
+    """What it says of its memory, which is no device's."""
     life: str = field(default_factory=lambda: uuid.uuid4().hex)
     listener: HandshakeListener | None = None
 
@@ -229,6 +232,7 @@ class Engine:
             control_port=self.control.port,
             control_key=self.control_key,
             stages=self.stages,
+            device_allocations=self.device_allocations,
         )
 
     def blocks(self, ids: list[int]) -> npt.NDArray[np.uint8]:
@@ -364,6 +368,7 @@ async def parallel_engine(
     descriptors_ahead_max: int = DESCRIPTORS_AHEAD_MAX,
     is_warm: bool = True,
     also_trace: TraceSink | None = None,
+    device_allocations: DeviceAllocations | None = None,
 ) -> AsyncIterator[list[Engine]]:
     """Start an engine of several tensor-parallel ranks; its actors are stopped and its doors closed at the end.
 
@@ -395,6 +400,7 @@ async def parallel_engine(
     ]
     for each in ranks:
         each.stages, each.life = stages, life or ranks[0].life
+        each.device_allocations = device_allocations
     try:
         async with trio.open_nursery() as nursery:
             for each in ranks:

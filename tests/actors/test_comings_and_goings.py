@@ -8,8 +8,11 @@ import pytest
 import trio
 
 from connector.config import ConnectorOptions
+from connector.machine import boot_id
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.protocol import ReceiveEnded, WarmedUp
+from connector.runtime import context
+from connector.runtime.mapped_memory import MappedMemory
 from connector.tools.administration import AdministrationError, require_administration
 from connector.tools.asking import Address
 from connector.wire.administration import (
@@ -21,7 +24,8 @@ from connector.wire.administration import (
     decode_meet_report,
 )
 from connector.wire.control import encode_request
-from statemachine.failures import PeerLeaving
+from connector.wire.device_allocations import Allocation, DeviceAllocations
+from statemachine.failures import Incompatible, PeerLeaving
 from tests.actors.engines import HOST, Engine, engine, lease_of, parallel_engine, until
 from tests.actors.test_pull import run
 from tests.rig.facts import LEAVE_SECRET
@@ -225,5 +229,33 @@ def test_what_tools_may_do_is_asked_of_the_engine_first() -> None:
                 await require_administration(channel, Address(HOST, p.address.port))
             finally:
                 channel.close()
+
+    run(test)
+
+
+def test_device_memory_that_ucx_would_take_for_that_of_the_process_before_is_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """P is started again in its place. The memory here is the host's; D passes for one with a device."""
+    monkeypatch.setattr(context, "MappedMemory", lambda *of, is_on_device: MappedMemory(*of, is_on_device=True))
+
+    def numbered(buffer_id: int) -> DeviceAllocations:
+        allocations = (Allocation(0x1000, 0x100, buffer_id),)
+        return DeviceAllocations(machine=boot_id(), process_id=70, process_namespace=1, allocations=allocations)
+
+    async def life(d: Engine, buffer_id: int, *request_ids: str) -> list[ReceiveEnded]:
+        async with engine("p", serves=True, device_allocations=numbered(buffer_id)) as p:
+            return [await read(d, p, request_id) for request_id in request_ids]
+
+    async def test() -> None:
+        async with engine("d", options=ConnectorOptions(incompatible_backoff_seconds=0.05)) as d:
+            assert [each.failure for each in await life(d, 1, "first", "second")] == [None, None]
+            (refused,) = await life(d, 1, "same numbers")
+            assert isinstance(refused.failure, Incompatible)
+            assert refused.failure.field == "device memory"
+            assert "UCX_CUDA_IPC_CACHE=n" in refused.failure.advice
+            assert d.counts().remote_agents == 0
+            await trio.sleep(0.1)
+            assert [each.failure for each in await life(d, 2, "other numbers")] == [None]
 
     run(test)

@@ -6,6 +6,7 @@ import msgspec
 
 from connector.layout.advertised import describe
 from connector.layout.geometry import RankLayout
+from connector.wire.device_allocations import DeviceAllocations
 from connector.wire.handshake import ActorExtension, encode_payload
 from connector.wire.identity import KvIdentity
 from connector.wire.metadata import encode_agent_metadata
@@ -30,6 +31,7 @@ def facts(
     control_key: str | None = None,
     identity: KvIdentity = NO_IDENTITY,
     verify: str = "off",
+    device_allocations: DeviceAllocations | None = None,
 ) -> ActorExtension:
     """What the only rank of an engine says, unless told otherwise."""
     return ActorExtension(
@@ -44,6 +46,7 @@ def facts(
         control_key=control_key,
         identity=identity,
         verify=verify,
+        device_allocations=device_allocations,
     )
 
 
@@ -59,6 +62,7 @@ def payload_of(
     control_key: str | None = None,
     identity: KvIdentity = NO_IDENTITY,
     verify: str = "off",
+    device_allocations: DeviceAllocations | None = None,
 ) -> bytes:
     """What the listener answers for the rank; `agent_metadata` is NIXL's, `stages` those of its engine. The identity
     is told with the cache groups of `layout`."""
@@ -75,5 +79,6 @@ def payload_of(
         control_key=control_key,
         identity=msgspec.structs.replace(identity, group_tokens=group_tokens),
         verify=verify,
+        device_allocations=device_allocations,
     )
     return encode_payload(compatibility_hash, encode_agent_metadata(describe(layout, agent_metadata)), extension)

@@ -1,0 +1,60 @@
+"""Device memory of other processes that UCX of this one may still have mapped.
+
+UCX takes the memory of a P that was started again for that of the one before where a few numbers are the same
+(`wire.device_allocations`), and READs bring then what the dead process left. Nothing makes it forget before this
+process ends. So a connection to such memory is refused. Only memory of this machine is compared: that of others is
+reached over the network, unless UCX is told to use NVLink between nodes (`UCX_CUDA_IPC_ENABLE_MNNVL`).
+
+What was connected counts as mapped, although UCX maps it with the first READ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from connector.layout.geometry import LayoutMismatch
+from connector.wire.device_allocations import Allocation, DeviceAllocations
+
+_ON, _OFF = ("y", "yes", "on", "1"), ("n", "no", "off", "0")
+"""What UCX reads as such."""
+
+
+class MappedMemory:
+    """Of one worker process, which owns `machine`, and of a cache on a device or not.
+
+    Args:
+        variables: the environment.
+    """
+
+    def __init__(self, machine: str, variables: Mapping[str, str], *, is_on_device: bool) -> None:
+        self._machine = machine
+        self._is_needed = is_on_device and variables.get("UCX_CUDA_IPC_CACHE", "").lower() not in _OFF
+        self._reaches_others = variables.get("UCX_CUDA_IPC_ENABLE_MNNVL", "").lower() in _ON
+        # By process id and namespace: allocations, each with the life of the engine that had it last.
+        self._mapped: dict[tuple[int, int], dict[Allocation, str]] = {}
+
+    def require_unlike(self, memory: DeviceAllocations | None, life: str) -> None:
+        """Raise LayoutMismatch for memory of this life of an engine that UCX would take for that of another life."""
+        if memory is None or not self._concerns(memory):
+            return
+        mapped = self._mapped.get((memory.process_id, memory.process_namespace), {})
+        for allocation in memory.allocations:
+            for other, its_life in mapped.items():
+                is_within = other.address <= allocation.address < other.address + other.length_bytes
+                if its_life != life and is_within and other.buffer_id == allocation.buffer_id:
+                    raise LayoutMismatch(
+                        "device memory",
+                        "other numbers than the process before it had, which UCX of this engine has mapped",
+                        f"process {memory.process_id}, address {allocation.address:#x}, buffer {allocation.buffer_id}",
+                        "UCX would read what the dead process left: restart this engine, or that one once more, or "
+                        "start this one with UCX_CUDA_IPC_CACHE=n",
+                    )
+
+    def note(self, memory: DeviceAllocations | None, life: str) -> None:
+        """It may be mapped from now on."""
+        if memory is not None and self._concerns(memory):
+            mapped = self._mapped.setdefault((memory.process_id, memory.process_namespace), {})
+            mapped.update(dict.fromkeys(memory.allocations, life))
+
+    def _concerns(self, memory: DeviceAllocations) -> bool:
+        return self._is_needed and (self._reaches_others or memory.machine == self._machine)
