@@ -66,7 +66,7 @@ demo: setup
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict statemachine connector $(filter-out tests/explore/test_%,$(wildcard tests/explore/*.py))
+	$(BIN)/mypy --strict --exclude /test_ statemachine connector tests/explore tests/simulation
 
 # --keep-going: a part that fails hides no other, and the exit status is that of the whole.
 test: setup

@@ -25,7 +25,7 @@ from vllm.platforms import current_platform
 
 from connector.actor_death import act_on
 from connector.addresses import join_address
-from connector.clock import BootClock
+from connector.clock import BootClock, Clock
 from connector.config import ConnectorOptions
 from connector.descriptor_limit import raise_descriptor_limit
 from connector.key_files import channel_access
@@ -148,7 +148,7 @@ class ConnectorWorker:
         self._block_sums: BlockSums | None = None
         self._fence: StepFence | None = None
         self._layout: RankLayout | None = None
-        self._clock = BootClock()
+        self._clock: Clock = BootClock()
         self._switch_interval = SwitchInterval(options.switch_interval_seconds)
         self.ledger = TransferLedger(self._clock, options.kv_lease_duration)
         self._figures = Figures()

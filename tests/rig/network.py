@@ -123,7 +123,8 @@ def served(server: socketserver.BaseServer) -> Iterator[int]:
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))
     thread.start()
     try:
-        yield server.server_address[1]  # type: ignore[misc]
+        host_and_port: Any = server.server_address
+        yield host_and_port[1]
     finally:
         server.shutdown()
         thread.join()

@@ -63,7 +63,7 @@ def _simulate_cores(plan: Plan) -> Any:
 
 
 def _simulate_actors(plan: Plan) -> Any:
-    from tests.simulation.cluster import simulate
+    from tests.simulation.scripted import simulate
 
     return simulate(plan)
 

@@ -14,10 +14,9 @@ from connector.config import ConnectorOptions
 from connector.runtime.restarts import RESTART_DELAY_SECONDS_MAX
 from statemachine.introduction import MEETING_TIMEOUTS
 from tests.simulation.agenda import Agenda
-from tests.simulation.engines import DecodeEngine, PrefillEngine
 from tests.simulation.faults import Kind
 from tests.simulation.oracles import CLOCK_PACE_MIN, Oracles
-from tests.simulation.process import Process, Rank, Variant
+from tests.simulation.process import Process, Rank, SimulatedEngine, Variant
 
 LOOKED_AT_SECONDS = 0.1
 SLACK_SECONDS = 0.5
@@ -29,8 +28,8 @@ class _Pair:
     """`life`: of the decode engine, if only that one is to meet the other. `due_since`: it could be met, and is not;
     None: it has been, or cannot be now."""
 
-    decode: DecodeEngine
-    prefill: PrefillEngine
+    decode: SimulatedEngine
+    prefill: SimulatedEngine
     life: Process | None
     lives: tuple[Process, Process] | None = None
     due_since: float | None = None
@@ -45,7 +44,7 @@ class Meetings:
     _pairs: list[_Pair] = field(default_factory=list)
     _is_over: bool = False
 
-    def watch(self, decode: DecodeEngine, prefill: PrefillEngine, life: Process | None = None) -> None:
+    def watch(self, decode: SimulatedEngine, prefill: SimulatedEngine, life: Process | None = None) -> None:
         """From now on they are to meet: all lives of the decode engine, or this one."""
         pair = _Pair(decode, prefill, life)
         self._pairs.append(pair)
@@ -91,7 +90,7 @@ class Meetings:
         serves = prefill.accepts_prefills and prefill.refuses_because is None and prefill.variant is Variant.SAME
         return are_there and serves and not self.oracles.is_disturbed(pair.decode.name, pair.prefill.name)
 
-    def _has_met(self, rank: Rank, prefill: PrefillEngine) -> bool:
+    def _has_met(self, rank: Rank, prefill: SimulatedEngine) -> bool:
         """Whether it is connected to the process that is there now, as far as anybody can know: when NIXL forgets its
         agent, that is found out by the next READ."""
         engine_id, life = prefill.process.engine_id, prefill.process.life

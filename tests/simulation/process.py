@@ -210,6 +210,22 @@ class Owner(Protocol):
         """The connector emitted a worker event on this rank."""
 
 
+class SimulatedEngine(Owner, Protocol):
+    """An engine of a cluster, which lives several times."""
+
+    process: Process
+    """Its life of now."""
+
+    def start(self, engine_id: str, variant: Variant = ...) -> None:
+        """A new life, with an empty cache. It has to be `run`."""
+
+    def crash(self) -> None:
+        """The process is gone, and everybody who waits for it is told."""
+
+    async def run(self) -> None:
+        """Until the process stops or dies."""
+
+
 class _StepEnd(NamedTuple):
     """Of a device, in virtual time."""
 

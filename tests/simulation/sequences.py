@@ -424,6 +424,7 @@ def _watched_network(network: FakeNetwork, sheet: _Sheet) -> FakeNetwork:
 def _said_by_decode(frames: tuple[bytes, ...]) -> str:
     """On a control socket."""
     message = control.decode_request(frames)
+    assert isinstance(message, control.LeaseRequest)
     names = ", ".join(lease.request_id for lease in message.leases)
     if isinstance(message, control.Release):
         return f"Release {names}"
@@ -437,6 +438,7 @@ def _said_by_prefill(frames: tuple[bytes, ...]) -> str:
     message = control.decode_answer(frames)
     if isinstance(message, control.Released):
         return "Released " + ", ".join(lease.request_id for lease in message.leases)
+    assert isinstance(message, control.HoldAnswer)
     held = [f"{each.request_id} for {each.remaining_ns / NS_PER_SECOND:.1f} s" for each in message.held]
     gone = [f"{each.request_id} is gone ({each.why})" for each in message.gone]
     return "Held: " + (", ".join([*held, *gone]) or "nothing")

@@ -45,7 +45,7 @@ from statemachine import lending
 from statemachine.remote_engine import claims
 from tests.simulation.__main__ import say
 from tests.simulation.agenda import Agenda
-from tests.simulation.cluster import BURST_MEAN, Cluster, Result, run_cluster
+from tests.simulation.cluster import BURST_MEAN, Result, run_cluster
 from tests.simulation.coverage import TransitionKey, coverage_lines
 from tests.simulation.faults import (
     LEVEL2_KINDS,
@@ -62,6 +62,7 @@ from tests.simulation.faults import (
     verifying,
 )
 from tests.simulation.process import Surroundings
+from tests.simulation.scripted import ScriptedCluster
 
 STATE = Path(".state/soak.jsonl")
 HOURS = 24
@@ -129,7 +130,7 @@ class Course:
     say: Callable[[str], None] = say
 
 
-class SoakCluster(Cluster):
+class SoakCluster(ScriptedCluster):
     """See the module's docstring."""
 
     def __init__(self, plan: Plan, agenda: Agenda, course: Course) -> None:
@@ -318,7 +319,8 @@ def _short_tables() -> Iterator[None]:
 
 
 def _median(hours: Sequence[Memory], name: str) -> float:
-    return statistics.median(getattr(each, name) for each in hours)
+    values: list[float] = [getattr(each, name) for each in hours]
+    return statistics.median(values)
 
 
 def _types() -> Counter[str]:

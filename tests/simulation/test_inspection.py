@@ -26,10 +26,11 @@ from connector.wire.inspection import (
 )
 from statemachine.trace import TransitionRecord
 from tests.simulation.agenda import Agenda
-from tests.simulation.cluster import Cluster, Result, run_cluster
+from tests.simulation.cluster import Result, run_cluster
 from tests.simulation.fake_network import FakeSideChannel
 from tests.simulation.faults import Plan, draw_plan, generator
 from tests.simulation.process import Process, Rank
+from tests.simulation.scripted import ScriptedCluster
 
 SEEDS = range(8)
 PAUSE_SECONDS_MAX = 0.15
@@ -48,7 +49,7 @@ Key = tuple[str, int, str, str]
 """Engine id, rank, machine, subject."""
 
 
-class InspectedCluster(Cluster):
+class InspectedCluster(ScriptedCluster):
     """A cluster with a tool that asks."""
 
     def __init__(self, plan: Plan, agenda: Agenda) -> None:

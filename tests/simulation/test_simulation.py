@@ -25,7 +25,7 @@ from statemachine.lease import LeaseName
 from tests.simulation.__main__ import main, read_plan
 from tests.simulation.active_faults import ActiveFaults
 from tests.simulation.agenda import Agenda
-from tests.simulation.cluster import options_of, simulate
+from tests.simulation.cluster import options_of
 from tests.simulation.divergence import HASH_SEEDS, first_divergence, trace_in_a_process_of_its_own
 from tests.simulation.engines import DecodeEngine, Prefilled
 from tests.simulation.fake_network import FakeNetwork
@@ -36,6 +36,7 @@ from tests.simulation.mutants.catalogue import CATALOGUE
 from tests.simulation.mutants.mutant import Patch
 from tests.simulation.oracles import Oracles
 from tests.simulation.process import PORT, Surroundings
+from tests.simulation.scripted import simulate
 from tests.simulation.shapes import BLOCK_TOKENS, EngineShape, SecondGroup
 from tests.simulation.shrink import shrink
 

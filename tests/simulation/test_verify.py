@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from tests.simulation import faults
-from tests.simulation.cluster import simulate
 from tests.simulation.faults import Fault, Kind, Plan, draw_plan
 from tests.simulation.mutants.mutant import Patch
+from tests.simulation.scripted import simulate
 
 SEEDS_OF_A_SWARM = 4
 NOWHERE = Fault(kind=Kind.READ_LIES, target="d8>p8", at_seconds=0.0, duration_seconds=0.0)

@@ -9,8 +9,8 @@ from connector.clock import NS_PER_SECOND
 from connector.observe.clocks import AGREES_NS, Clock, all_histories, clocks, lease_of_each_hold
 from connector.observe.history import Story, histories, stories
 from statemachine.trace import TransitionRecord
-from tests.simulation.cluster import simulate
 from tests.simulation.faults import Fault, Kind, Plan
+from tests.simulation.scripted import simulate
 from tests.simulation.timeline import ZERO_WALL
 from tests.unit.timeline_load import trace
 

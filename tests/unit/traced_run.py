@@ -10,8 +10,8 @@ import msgspec
 
 from connector.observe.trace_log import JsonLinesSink, open_trace_log
 from statemachine.trace import TransitionRecord
-from tests.simulation.cluster import simulate
 from tests.simulation.faults import LEVEL2_KINDS, Plan, draw_plan
+from tests.simulation.scripted import simulate
 
 SECONDS_BETWEEN_RUNS = 60.0
 

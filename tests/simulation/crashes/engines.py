@@ -160,7 +160,7 @@ class HostedWorker(ConnectorWorker):
         )
         super().__init__(config, config, options)
         caches = [torch.from_numpy(memory)]
-        self._clock = clock  # type: ignore[assignment]
+        self._clock = clock
         self.ledger = TransferLedger(clock, options.kv_lease_duration)
         self.figures_of_actors = self._figures
         self._finishing = Finishing(run_at_once, BlockPermuter({}), CacheMemory(caches))
@@ -237,8 +237,8 @@ class Rank:
                 options=options,
                 local=local,
                 draw_name=names_drawn_by(owner),
-                nixl_port=_NixlDoor(points, owner, "nixl", self.port),  # type: ignore[arg-type]
-                side_channel=Door(points, owner, "side channel", channel, SIDE_CHANNEL_KINDS),  # type: ignore[arg-type]
+                nixl_port=_NixlDoor(points, owner, "nixl", self.port),
+                side_channel=Door(points, owner, "side channel", channel, SIDE_CHANNEL_KINDS),
                 clock=clock,
                 recorder=Recorder(
                     engine_id=name,
@@ -256,7 +256,7 @@ class Rank:
             )
             supervisor = Supervisor(
                 context,
-                control=Door(points, owner, "listener", self.control),  # type: ignore[arg-type]
+                control=Door(points, owner, "listener", self.control),
                 leave_secret=LEAVE_SECRET,
                 deliver_posted=lambda: self.thread.deliver_posted(),
                 facts=EngineFacts(),
@@ -325,7 +325,7 @@ class Engine:
         owner = f"{name} listener"
         channel = FakeSideChannel(network, self.host)
         self.draining = EngineDraining(
-            side_channel=Door(points, owner, "side channel", channel, SIDE_CHANNEL_KINDS),  # type: ignore[arg-type]
+            side_channel=Door(points, owner, "side channel", channel, SIDE_CHANNEL_KINDS),
             workers=[OwnWorker(rank.host, rank.control.port, None, LEAVE_SECRET) for rank in self.ranks],
             clock=self.clock,
             grace_ns=to_ns(GRACE_SECONDS),
@@ -339,7 +339,7 @@ class Engine:
 
         async def make_listener() -> HandshakeListener:
             return HandshakeListener(
-                side_channel=Door(points, owner, "side channel", channel, SIDE_CHANNEL_KINDS),  # type: ignore[arg-type]
+                side_channel=Door(points, owner, "side channel", channel, SIDE_CHANNEL_KINDS),
                 host=self.host,
                 port=PORT,
                 payloads={

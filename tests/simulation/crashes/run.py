@@ -13,6 +13,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 from unittest import mock
 
@@ -295,9 +296,9 @@ class Scene(abc.ABC):
                 self._network,
                 name,
                 self.options,
-                lambda rank, results, report, name=name: self._hear_of_lent(name, rank, results),
+                partial(self._hear_of_lent, name),
                 shape,
-                lambda name=name: sum(each == name for each, _ in self._lent.values()),
+                partial(self._count_lent, name),
             )
             for name, shape in self.shapes.items()
         }
@@ -483,7 +484,12 @@ class Scene(abc.ABC):
 
     # --- what it hears ------------------------------------------------------------------------------------------------
 
-    def _hear_of_lent(self, name: str, rank: int, results: KVConnectorTransferResults) -> None:
+    def _count_lent(self, name: str) -> int:
+        return sum(each == name for each, _ in self._lent.values())
+
+    def _hear_of_lent(
+        self, name: str, rank: int, results: KVConnectorTransferResults, report: WorkerReport | None
+    ) -> None:
         """vLLM frees what all ranks say is free."""
         for request_id in results.finished_sending:
             _, ranks = self._lent.get(request_id, (name, {rank}))

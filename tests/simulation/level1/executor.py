@@ -9,6 +9,7 @@ what comes together goes out together, as it does when an actor empties its mail
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from statemachine.kernel import Effect, Event
@@ -20,9 +21,9 @@ from tests.simulation.level1.world import World
 
 
 class Core(Protocol):
-    def handle(self, event: Event, now_ns: int) -> list[Effect]: ...
+    def handle(self, event: Any, now_ns: int) -> Sequence[Effect]: ...
 
-    def advance(self, now_ns: int) -> list[Effect]: ...
+    def advance(self, now_ns: int) -> Sequence[Effect]: ...
 
     def next_deadline(self) -> int | None: ...
 
@@ -106,7 +107,7 @@ class Executor:
         self._carry_out(self._core.handle(event, self._clock.local_ns(now_ns)))
         self._set_alarm()
 
-    def _carry_out(self, effects: list[Effect]) -> None:
+    def _carry_out(self, effects: Sequence[Effect]) -> None:
         carriers = self._effects
         for effect in effects:
             carriers[effect.__class__](effect)

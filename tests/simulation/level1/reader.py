@@ -6,6 +6,7 @@ over the links, reports to the engine. What comes of it is an event for the core
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from statemachine import remote_engine as core
@@ -98,7 +99,7 @@ class Reader(Executor):
     def names(self) -> tuple[str, int]:
         return self.rank.life.engine.name, self.rank.number
 
-    def _carry_out(self, effects: list[Any]) -> None:
+    def _carry_out(self, effects: Sequence[Any]) -> None:
         super()._carry_out(effects)
         if self.core.state is _GONE and self.core.is_finished:
             self.closed_until_ns = FOREVER

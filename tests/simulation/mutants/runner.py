@@ -21,10 +21,10 @@ import msgspec
 import pytest
 
 from tests.explore import Product, Violation, explore
-from tests.simulation.cluster import simulate as simulate_actors
 from tests.simulation.faults import Plan
 from tests.simulation.level1.run import simulate as simulate_cores
 from tests.simulation.mutants.mutant import ByTest, Explored, Level, Mutant, Patch, Seeds
+from tests.simulation.scripted import simulate as simulate_actors
 from tests.simulation.verdict import Violation as Complaint
 from tests.simulation.vllm.cluster import simulate as simulate_schedulers
 
@@ -185,11 +185,9 @@ def runs_used(verdicts: Iterable[Verdict]) -> list[list[Run]]:
                 plans.setdefault((level, msgspec.json.encode(plan.faults)), {})[plan.seed] = run
             case OneTest(name=name):
                 tests.setdefault(name.partition("::")[0], {})[name] = run
-    return [
-        *([product] for product in products.values()),
-        *(list(group.values()) for group in plans.values()),
-        *(list(group.values()) for group in tests.values()),
-    ]
+    groups: list[list[Run]] = [[product] for product in products.values()]
+    groups += [list(plan.values()) for plan in plans.values()]
+    return groups + [list(test.values()) for test in tests.values()]
 
 
 # --- processes ------------------------------------------------------------------------------------------------------

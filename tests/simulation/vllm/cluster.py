@@ -28,8 +28,8 @@ from tests.simulation.agenda import Agenda
 from tests.simulation.cluster import PROBE_SECONDS, SPREAD_SHARE, Cluster, Result, run_cluster
 from tests.simulation.coverage import TransitionKey
 from tests.simulation.faults import Kind, Plan, generator
-from tests.simulation.process import RANK_LAG_SECONDS_MAX, Surroundings
-from tests.simulation.shapes import BLOCK_TOKENS, EngineShape, SecondGroup
+from tests.simulation.process import Surroundings
+from tests.simulation.shapes import BLOCK_TOKENS, RANK_LAG_SECONDS_MAX, EngineShape, SecondGroup
 from tests.simulation.vllm.config import MAX_MODEL_TOKENS, draw_knobs
 from tests.simulation.vllm.content import sequence
 from tests.simulation.vllm.engine import DECODE, LOADED, PREFILL, VllmEngine
@@ -61,7 +61,7 @@ WITH_STATES_AND_OVERLAP = "with states in overlapping steps"
 
 
 def simulate(plan: Plan) -> Result:
-    """Run a plan on engines with vLLM's scheduler; see `tests.simulation.cluster.simulate`."""
+    """Run a plan on engines with vLLM's scheduler; see `tests.simulation.scripted.simulate`."""
     vllm_log = logging.getLogger("vllm")
     level = vllm_log.level
     vllm_log.setLevel(logging.CRITICAL + 1)  # failed loads and workers that stop are the rule here
@@ -82,7 +82,7 @@ class SlowerReads(ActiveFaults):
         return self._slowdown * super().read_seconds(initiator, target, length_bytes)
 
 
-class VllmCluster(Cluster):
+class VllmCluster(Cluster[VllmEngine, VllmEngine]):
     """See the module's docstring."""
 
     def __init__(self, plan: Plan, agenda: Agenda) -> None:

@@ -16,7 +16,7 @@ import contextvars
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -137,7 +137,8 @@ class SimulatedWorker(ConnectorWorker):
         super().__init__(vllm_config, kv_cache_config, options)
         self._clock = birth.worker_clock
         self.ledger = TransferLedger(birth.worker_clock, options.kv_lease_duration)
-        self._thread = ActorsNextDoor(birth.send)
+        actors: Any = ActorsNextDoor(birth.send)
+        self._thread = actors
         cache_memory = CacheMemory([torch.from_numpy(birth.memory.flat.view(np.int64))])
         self._finishing = Finishing(birth.run, BlockPermuter({}), cache_memory)
 

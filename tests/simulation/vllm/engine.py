@@ -84,7 +84,8 @@ class _InOrder(Scheduler):
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         if request_ids is None or isinstance(request_ids, str):
-            return super().finish_requests(request_ids, finished_status)
+            ended: list[Request] = super().finish_requests(request_ids, finished_status)
+            return ended
         return [
             request
             for request_id in sorted(request_ids)
@@ -301,11 +302,11 @@ class VllmEngine:
         if not self._knobs.overlaps:
             output = self.scheduler.schedule()
             await self._complete(output)
-            return output.total_num_scheduled_tokens > 0
+            return bool(output.total_num_scheduled_tokens > 0)
         computed = False
         if self.scheduler.has_requests():
             output = self.scheduler.schedule()
-            computed = output.total_num_scheduled_tokens > 0
+            computed = bool(output.total_num_scheduled_tokens > 0)
             self._ahead.append(output)
             if len(self._ahead) < STEPS_AHEAD and (computed or self.scheduler.has_requests()):
                 return computed
