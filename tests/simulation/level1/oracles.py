@@ -30,7 +30,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from statemachine.failures import ActorCrashed, BlocksConsumed, Failure, LeaseOver
+from statemachine.failures import ActorCrashed, BlocksConsumed, Failure, LeaseOver, TransferError
 from statemachine.remote_engine import RESTARTED
 from tests.simulation.faults import HARMLESS_KINDS, Fault, Kind
 from tests.simulation.level1.clock import SLEW_PPB_MAX
@@ -222,10 +222,15 @@ class Oracles:
 
     def meets_another_life(self, pull: Pull, failure: Failure | None) -> bool:
         """Whether nothing was read by its engine yet from a built-in engine that came back, however long ago that was:
-        when they meet, nobody can tell which process lent what was heard of before. A request that found all it needed
-        in its own cache has met nobody."""
+        when they meet, nobody can tell which process lent what was heard of before; and that the process of a
+        connection is gone the first READ finds, which nothing repeats without `transfer_retries`. A request that found
+        all it needed in its own cache has met nobody."""
         prompt = pull.prompt
-        if not isinstance(failure, LeaseOver) or failure.why != RESTARTED or prompt.engine.lives == 1:
+        if prompt.engine.lives == 1:
+            return False
+        is_of_another = isinstance(failure, LeaseOver) and failure.why == RESTARTED
+        is_of_the_dead = isinstance(failure, TransferError) and failure.transport_lost
+        if not is_of_another and not (is_of_the_dead and prompt.engine.is_builtin and not self._engine.retries):
             return False
         return not any(
             each.prompt.life is prompt.life
