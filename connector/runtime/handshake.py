@@ -149,7 +149,9 @@ async def connect(context: ActorContext, peer: PeerAddress, owner: AgentOwner) -
     matches = _matches(context, peer, ranks, replies, plan)
     _require_new_memory(context, peer, replies)
     try:
-        return await _load(context, peer, owner, ranks, replies, plan, matches)
+        connection = await _load(context, peer, owner, ranks, replies, plan, matches)
+        _note_memory(context, replies)
+        return connection
     except (NixlCallFailed, PortClosed) as error:
         if isinstance(error, NixlCallFailed) and error.no_descriptor_left:
             raise HandshakeError(NoDescriptorLeft(peer=peer.engine_id, address=str(peer))) from error
@@ -340,15 +342,19 @@ def _matches(
 
 
 def _require_new_memory(context: ActorContext, peer: PeerAddress, replies: Sequence[HandshakeReply]) -> None:
-    """And count it as mapped. Raises HandshakeError(Incompatible) for memory that UCX would take for another's."""
-    facts = [reply.actor for reply in replies if reply.actor is not None]
+    """Raises HandshakeError(Incompatible) for memory that UCX would take for another's."""
     try:
-        for said in facts:
-            context.mapped.require_unlike(said.device_allocations, said.life)
+        for reply in replies:
+            if reply.actor is not None:
+                context.mapped.require_unlike(reply.actor.device_allocations, reply.actor.life)
     except LayoutMismatch as mismatch:
         raise _incompatible(peer, mismatch) from mismatch
-    for said in facts:
-        context.mapped.note(said.device_allocations, said.life)
+
+
+def _note_memory(context: ActorContext, replies: Sequence[HandshakeReply]) -> None:
+    for reply in replies:
+        if reply.actor is not None:
+            context.mapped.note(reply.actor.device_allocations, reply.actor.life)
 
 
 # --- what is loaded -------------------------------------------------------------------------------------------------

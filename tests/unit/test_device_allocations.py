@@ -17,6 +17,7 @@ import pytest
 from connector.layout.geometry import LayoutMismatch
 from connector.machine import boot_id, process_namespace
 from connector.ports.nixl import MemoryRange
+from connector.runtime import mapped_memory
 from connector.runtime.mapped_memory import MappedMemory
 from connector.wire.device_allocations import Allocation, DeviceAllocations
 from connector.worker import device_allocations as module
@@ -201,6 +202,18 @@ def test_memory_that_differs_in_one_number_is_read(other: dict[str, Any]) -> Non
     new = said(**other)
     new = msgspec.structs.replace(new, allocations=new.allocations[1:])
     mapped().require_unlike(new, SECOND_LIFE)
+
+
+def test_as_many_numbers_are_known_as_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapped_memory, "KEPT_MAX", 4)
+    known = mapped()
+    known.note(said(buffer_id=4), SECOND_LIFE)
+    assert known._known == 3, "what is said again takes no more room"
+    known.note(said(pid=71, address=0x3000), SECOND_LIFE)
+    assert known._known == sum(map(len, known._mapped.values())) <= 4
+    known.require_unlike(said(), SECOND_LIFE)  # what was met first is forgotten first
+    with pytest.raises(LayoutMismatch):
+        known.require_unlike(said(pid=71, address=0x3000), FIRST_LIFE)
 
 
 def test_the_same_life_is_met_again_and_again() -> None:
