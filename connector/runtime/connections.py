@@ -18,6 +18,7 @@ from connector.ports.nixl import AgentName, NixlCallFailed, PortClosed
 from connector.ports.side_channel import Link, SideChannelError
 from connector.protocol import PeerAddress
 from connector.runtime.context import ActorContext
+from connector.runtime.effects import internal_error
 from connector.runtime.handshake import Connection, connect, disconnect
 from connector.wire import control
 from connector.wire.bounded import DecodeFailed
@@ -142,13 +143,12 @@ class Connections:
         except Exception as error:
             # A mistake in the handshake costs the requests that wait for it, not the actor.
             self._context.log_crash(f"handshake with {address.engine_id}", error)
-            detail = f"internal error: {error!r}; please report it"
+            detail = internal_error(error)
             failure = HandshakeRefused(peer=address.engine_id, address=str(address), detail=detail)
         else:
             self._opened += 1
             number = self._opened
             self._by_number[number] = connection
-            self._listen(number, connection)
             # The core first: what it has not heard of is never torn down, and its agents can never be loaded again.
             self._put(
                 core.Connected(
@@ -158,6 +158,7 @@ class Connections:
                     life=connection.life,
                 )
             )
+            self._listen(number, connection)
             self._on_connected()
             return
         self._put(core.ConnectFailed(failure=failure))

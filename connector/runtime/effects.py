@@ -7,6 +7,12 @@ from typing import TypeVar
 
 from statemachine.kernel import Effect
 
+
+def internal_error(error: Exception) -> str:
+    """What people are told of a bug of ours, in the failure of a request."""
+    return f"internal error: {error!r}; please report it"
+
+
 EffectT = TypeVar("EffectT", bound=Effect)
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import assert_never
 
 import msgspec
@@ -48,6 +49,7 @@ from connector.protocol import (
 from connector.runtime.block_tables import Resolved, checks, resolve
 from connector.runtime.connections import Connections
 from connector.runtime.context import ActorContext, engine_limits
+from connector.runtime.effects import internal_error
 from connector.runtime.reads import ReadOrder
 from connector.runtime.verification import KnownSums, SumsMissing, SumsOfPeer, failure_of, stretches
 from connector.runtime.wait_notices import WaitNotices
@@ -56,7 +58,7 @@ from connector.wire.notifications import encode_heartbeats, encode_release
 from statemachine import remote_engine as core
 from statemachine import roster
 from statemachine.deadlines import earliest
-from statemachine.failures import ActorCrashed, BadParams, ChecksumsMissing, Failure
+from statemachine.failures import ActorCrashed, BadParams, ChecksumsMissing, Failure, TransferError
 from statemachine.kernel import Event
 from statemachine.roster import PeerKey
 
@@ -76,6 +78,8 @@ class _Pull:
     descriptors: int | None = None
     tickets: list[int] = field(default_factory=list)
     """Orders of checksums of what its READs have left."""
+    is_reported: bool = False
+    """The engine was told that it has ended."""
     quarantined_ns: int | None = None
     """When the request ended while READs might still write into its blocks."""
 
@@ -127,7 +131,7 @@ class PeerActor:
         self._was_connected = False
         self._sums = SumsOfPeer(self._connections.ask_sums)
         # The event that the core is handling.
-        self._in_hand: Event | None = None
+        self._in_hand: Event | PullCommand | None = None
         self._is_running = False
         self._is_at_work = False
         self._crash: Exception | None = None
@@ -234,23 +238,47 @@ class PeerActor:
             self._handle(self._inbox.popleft())
 
     def _handle(self, message: Event | PullCommand) -> None:
+        self._in_hand = message
         if not isinstance(message, Event):
             self._commands_waiting -= 1
-            message = self._event_of_command(message)
-        self._in_hand = message
+            message = self._in_hand = self._event_of_command(message)
         self._feed(message)
         self._in_hand = None
 
     def recover(self, error: BaseException) -> None:
         """After `run` raised: tell the core. The handshake in flight ended with the nursery, and left nothing."""
         failure = ActorCrashed(actor=f"peer actor of {self._key.engine_id}", error=repr(error))
-        event, self._in_hand = self._in_hand, None
+        message, self._in_hand = self._in_hand, None
         try:
             self._feed(core.Crashed(failure=failure))
         finally:
-            if isinstance(event, core.ReadEnded | core.LetGo | core.Retire | core.Recall):
-                self._feed(event)  # nobody will ever tell these again
+            # Nobody will ever tell these again.
+            if not isinstance(message, Event | None):
+                self._try(partial(self._repeat, message, failure))
+            elif isinstance(message, core.ReadEnded | core.LetGo | core.Retire | core.Recall):
+                self._try(partial(self._feed, message))
+            self._report_lost(failure)
         self._context.recorder.catch_up()
+
+    def _repeat(self, command: PullCommand, failure: Failure) -> None:
+        """What it means for the core could not be said at first. A request of which that cannot be said at all ends."""
+        try:
+            event = self._event_of_command(command)
+        except Exception:
+            if isinstance(command, StartPull):
+                self._pulls.setdefault(command.request_id, _Pull(command=command, began_ns=0, blocks=0))
+            raise
+        self._feed(event)
+
+    def _report_lost(self, failure: Failure) -> None:
+        """Requests that the core has ended, or never heard of, and of which the engine was not told."""
+        quarantined = dict(self.core.quarantined())
+        open_ids = set(self.core.request_ids())
+        for request_id, pull in list(self._pulls.items()):
+            if not pull.is_reported and request_id not in open_ids:
+                is_quarantined = request_id in quarantined
+                report = core.Report(request_id=request_id, failure=failure, is_quarantined=is_quarantined)
+                self._try(partial(self._report, report))
 
     def end(self, failure: Failure) -> None:
         """The connector ends before `run` has: perhaps this actor waits to be run again after a crash. What it was told
@@ -263,11 +291,15 @@ class PeerActor:
         for command in self.take_unhandled():  # there is no successor
             self._handle_last(command)
         self._handle_last(core.Unwatched())
+        self._report_lost(failure)
         self._context.recorder.catch_up()
 
     def _handle_last(self, message: Event | PullCommand) -> None:
+        self._try(lambda: self._feed(message if isinstance(message, Event) else self._event_of_command(message)))
+
+    def _try(self, call: Callable[[], None]) -> None:
         try:
-            self._feed(message if isinstance(message, Event) else self._event_of_command(message))
+            call()
         except Exception as error:
             self._context.log_crash(f"peer actor of {self._key.engine_id}", error)
 
@@ -444,10 +476,20 @@ class PeerActor:
         )
 
     def _post_reads(self, effect: core.PostReads) -> None:
-        connection, pull = self._connections[effect.connection], self._pulls[effect.request_id]
+        pull = self._pulls[effect.request_id]
         assert pull.resolved is not None
+        try:
+            orders = self._orders(effect, pull.resolved)
+        except Exception as error:
+            self._context.log_crash(f"peer actor of {self._key.engine_id}", error)
+            self._end_unposted(effect, len(pull.resolved.reads), internal_error(error))
+            return
+        self._context.reads.order(orders)
+
+    def _orders(self, effect: core.PostReads, resolved: Resolved) -> list[ReadOrder]:
+        connection = self._connections[effect.connection]
         orders = []
-        for number, read in enumerate(pull.resolved.reads):
+        for number, read in enumerate(resolved.reads):
             source = connection.sources[read.source]
             orders.append(
                 ReadOrder(
@@ -463,7 +505,21 @@ class PeerActor:
                     on_end=self._take_read_end,
                 )
             )
-        self._context.reads.order(orders)
+        return orders
+
+    def _end_unposted(self, effect: core.PostReads, reads: int, error: str) -> None:
+        """The core waits for the end of each."""
+        failure = TransferError(peer=self.core.engine_id, operation="post_read", error=error, transport_lost=False)
+        for number in range(reads):
+            self.tell(
+                core.ReadEnded(
+                    request_id=effect.request_id,
+                    read=number,
+                    connection=effect.connection,
+                    ended_ns=self._context.clock.now_ns(),
+                    failure=failure,
+                )
+            )
 
     def _take_read_end(self, ended: core.ReadEnded, event: PortReadEnded | None) -> None:
         pull = self._pulls.get(ended.request_id)
@@ -509,7 +565,7 @@ class PeerActor:
     def _report(self, effect: core.Report) -> None:
         request_id, failure = effect.request_id, effect.failure
         self._context.recorder.catch_up()
-        pull = self._pulls[request_id] if effect.is_quarantined else self._pulls.pop(request_id)
+        pull = self._pulls[request_id]
         resolved = pull.resolved if failure is None else None
         self._context.emit(
             ReceiveEnded(
@@ -522,6 +578,9 @@ class PeerActor:
             )
         )
         # The engine first: nobody repeats the report if a mistake raises in what follows.
+        pull.is_reported = True
+        if not effect.is_quarantined:
+            del self._pulls[request_id]
         self._notices.end(request_id)
         for ticket in pull.tickets:
             self._context.sums.withdraw(ticket)

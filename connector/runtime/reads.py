@@ -40,6 +40,7 @@ from connector.ports.nixl import (
     ReadPosted,
 )
 from connector.protocol import WorkerEvent
+from connector.runtime.effects import internal_error
 from connector.runtime.figures import Figures
 from statemachine import agents
 from statemachine.agents import Agents, Loaded
@@ -226,12 +227,7 @@ class Reads:
 
     def _post_next(self) -> None:
         while self._waiting and self._has_room_for(self._waiting[0][0]):
-            order = self._take_next()
-            try:
-                self._post(order)
-            except Exception as error:
-                # A mistake here costs this one READ, whose request ends in quarantine.
-                self._log_crash("turn of a READ", error)
+            self._post(self._take_next())
 
     def _has_room_for(self, order: ReadOrder) -> bool:
         if len(self._ahead) < ORDERS_AHEAD_MIN:
@@ -252,18 +248,20 @@ class Reads:
         return order
 
     def _post(self, order: ReadOrder) -> None:
-        if not order.is_wanted():
-            self._end(order, None, was_wanted=False)
-            return
+        handle = None
         try:
-            handle = self.port.post_read(order.local, order.local_ids, order.remote, order.remote_ids)
+            if order.is_wanted():
+                handle = self.port.post_read(order.local, order.local_ids, order.remote, order.remote_ids)
         except PortClosed as closed:
             self._end(order, None, "post_read", str(closed))
             return
         except Exception as error:
-            # A bug of the port, which raises before it has ordered anything.
+            # A bug of whose READ it is, or of the port, which raises before it has ordered anything.
             self._log_crash("posting of a READ", error)
-            self._end(order, None, "post_read", f"internal error: {error!r}; please report it")
+            self._end(order, None, "post_read", internal_error(error))
+            return
+        if handle is None:
+            self._end(order, None, was_wanted=False)
             return
         self._ahead[handle] = order.local_ids.size
         self._descriptors_ahead += order.local_ids.size

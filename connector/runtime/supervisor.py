@@ -250,8 +250,8 @@ class Supervisor:
                 self._report_lost(command, error)
 
     def _report_lost(self, command: StartPull | RejectPull, error: Exception) -> None:
-        """A mistake costs the request that it occurred with. Whether a READ of it has begun is not known. If it is
-        reported by its actor as well, the engine thread tells only one of them."""
+        """A mistake costs the request that it occurred with. If it has an actor, it is not known whether a READ of it
+        has begun. If it is reported by that as well, the engine thread tells only one of them."""
         failure = ActorCrashed(actor="supervisor", error=repr(error))
         self._context.log_failure(f"request {command.request_id}", failure)
         self._context.emit(
@@ -259,7 +259,7 @@ class Supervisor:
                 request_id=command.request_id,
                 failure=failure,
                 local_block_ids=command.local_block_ids,
-                quarantined=True,
+                quarantined=isinstance(command, StartPull) and _key(command.peer) in self._peers,
             )
         )
 
@@ -344,8 +344,9 @@ class Supervisor:
 
     def _carry_out(self, effects: list[roster.RosterEffect]) -> None:
         """As `effects.carry_out`, with no call for an effect but that of its executor. What was raised first is raised
-        when all have been tried."""
+        when all have been tried. Whom it kept from being admitted the roster forgets again."""
         errors: list[Exception] = []
+        not_admitted: list[PeerKey] = []
         for effect in effects:
             try:
                 match effect:
@@ -375,14 +376,19 @@ class Supervisor:
                         assert_never(effect)
             except Exception as error:
                 errors.append(error)
+                if isinstance(effect, roster.Admit):
+                    not_admitted.append(effect.key)
+        for key in not_admitted:
+            self._tell_roster(roster.Ended(key=key))
         if errors:
             raise errors[0]
 
     def _admit(self, key: PeerKey, address: PeerAddress) -> None:
         assert self._nursery is not None
         lost = partial(self._introducer.note_lost, key)
-        actor = self._peers[key] = PeerActor(self._context, key, address, self._tell_roster, lost)
+        actor = PeerActor(self._context, key, address, self._tell_roster, lost)
         self._nursery.start_soon(self._run_peer, key, actor)
+        self._peers[key] = actor
 
     async def _run_peer(self, key: PeerKey, actor: PeerActor) -> None:
         await keep_running(f"peer actor of {key.engine_id}", actor.run, self._log_crash, actor.recover)

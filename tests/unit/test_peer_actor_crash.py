@@ -6,6 +6,7 @@ from collections import deque
 from types import SimpleNamespace
 
 import msgspec
+import pytest
 
 from connector.clock import NS_PER_SECOND, BootClock
 from connector.observe.event_log import EventLog
@@ -13,13 +14,16 @@ from connector.runtime.peer_actor import PeerActor
 from connector.runtime.wait_notices import WaitNotices
 from statemachine import remote_engine
 from statemachine.kernel import Effect, Event
+from statemachine.lease import LeaseName
 from statemachine.peer import State
 from statemachine.remote_engine import (
     Connected,
     Crashed,
+    LetGo,
     LinkLost,
     MeetAsked,
     ReadEnded,
+    Recall,
     RemoteEngine,
     Retire,
 )
@@ -44,14 +48,31 @@ class Core:
     def next_deadline(self) -> None:
         return None
 
+    def request_ids(self) -> list[str]:
+        return []
+
+    def quarantined(self) -> list[tuple[str, int]]:
+        return []
+
 
 def notices_of(core: Core | RemoteEngine) -> WaitNotices:
     log = EventLog("decode", 0, clock=BootClock(), log_failure=lambda subject, failure: None)
     return WaitNotices(log, core, says_who_is_queued=True, name=lambda command, came_ns: command.request_id)
 
 
-def test_what_is_told_after_a_crash_waits_for_the_recovery() -> None:
-    """The end of a READ over which it has crashed is fed again then: nobody would ever tell it a second time."""
+@pytest.mark.parametrize(
+    "ended",
+    [
+        ReadEnded(request_id="r", read=0, connection=1, ended_ns=0),
+        LetGo(lease=LeaseName("p-1", 7)),
+        Retire(),
+        Recall(address="host"),
+    ],
+    ids=lambda event: type(event).__name__,
+)
+def test_what_is_told_after_a_crash_waits_for_the_recovery(ended: Event) -> None:
+    """What it has crashed over is fed again then, if nobody would ever tell it a second time: the end of a READ, and
+    what the roster and the scheduler say once."""
     actor, core, woken = object.__new__(PeerActor), Core(), list[bool]()
     vars(actor).update(
         core=core,
@@ -60,6 +81,7 @@ def test_what_is_told_after_a_crash_waits_for_the_recovery() -> None:
             clock=SimpleNamespace(now_ns=lambda: 0), recorder=SimpleNamespace(catch_up=lambda: None)
         ),
         _inbox=deque(),
+        _pulls={},
         _notices=notices_of(core),
         _attention=SimpleNamespace(set=lambda: woken.append(True)),
         _in_hand=None,
@@ -69,7 +91,6 @@ def test_what_is_told_after_a_crash_waits_for_the_recovery() -> None:
         _is_running=True,
         _is_at_work=False,
     )
-    ended = ReadEnded(request_id="r", read=0, connection=1, ended_ns=0)
     lost = LinkLost(connection=1, detail="")
     actor.tell(ended)
     actor.tell(lost)
