@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
 
 import msgspec
 
@@ -16,7 +17,7 @@ from connector.observe import catalogue
 from connector.observe.log import StrangerLog, get_logger, root_cause
 from connector.observe.log import log_crash as log_actor_crash
 from connector.ports.gate import ANYBODY, Access
-from connector.ports.side_channel import PortUnavailable, SideChannelError
+from connector.ports.side_channel import PortUnavailable, SideChannel, SideChannelError
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.runtime.draining import EngineDraining, OwnWorker
 from connector.runtime.listener import HandshakeListener
@@ -110,8 +111,17 @@ class ListenerThread:
             raise type(error)(error.host, error.port, f"{error.error}; {_what_to_do(error)}") from error
 
     def _made(self) -> HandshakeListener:
-        self._listener = HandshakeListener(
-            side_channel=ZmqSideChannel(self._access, self._refuse, self._say_no_room),
+        """Whatever raises, no socket is left open: its context would be waited for without end when it is collected."""
+        with ExitStack() as opened:
+            side_channel = opened.enter_context(closing(ZmqSideChannel(self._access, self._refuse, self._say_no_room)))
+            to_workers = opened.enter_context(closing(ZmqSideChannel(self._workers_access)))
+            listener = self._listener = self._listen(side_channel, to_workers)
+            opened.pop_all()  # the listener closes them from here on
+        return listener
+
+    def _listen(self, side_channel: SideChannel, to_workers: SideChannel) -> HandshakeListener:
+        return HandshakeListener(
+            side_channel=side_channel,
             host=self._host,
             port=self._port,
             payloads=self._payloads(),
@@ -121,7 +131,7 @@ class ListenerThread:
             log_crash=self._note_crash,
             look_again=self._look_again,
             draining=EngineDraining(
-                side_channel=ZmqSideChannel(self._workers_access),
+                side_channel=to_workers,
                 workers=[
                     OwnWorker(said.control_host, said.control_port, said.control_key, each.leave_secret)
                     for each in self._ranks.values()
@@ -136,7 +146,6 @@ class ListenerThread:
                 log_crash=self._note_crash,
             ),
         )
-        return self._listener
 
     def _show_draining(self, draining: Draining) -> None:
         self.draining = draining

@@ -15,6 +15,7 @@ from __future__ import annotations
 import secrets
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -41,7 +42,7 @@ from connector.observe.stats import ConnectorStats
 from connector.observe.trace_log import open_trace_log
 from connector.observe.trace_writer import TraceWriter
 from connector.ports.nixl_agent import RealNixlPort
-from connector.ports.side_channel import Listener
+from connector.ports.side_channel import Listener, SideChannel
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.protocol import (
     AfterSteps,
@@ -319,16 +320,43 @@ class ConnectorWorker:
     async def _make_supervisor(
         self, registration: Registration, rank_number: int, nixl_port: RealNixlPort, device: torch.device
     ) -> Supervisor:
-        """In the actors' thread."""
+        """In the actors' thread. Whatever raises, no socket is left open: its context would be waited for without end
+        when it is collected, and an engine that cannot start would not end."""
         make_current(device)  # for `StepFence`, whose events are asked for here
-        assert self._thread is not None
+        log_failure = FailureLog(registration.layout.engine_id, rank_number)
+        with ExitStack() as opened:
+            side_channel = opened.enter_context(closing(self._make_side_channel()))
+            control_host, control = self._open_control_socket(side_channel, rank_number, log_failure)
+            metadata = self._handshake_metadata = self._describe(
+                registration, nixl_port.agent_metadata, control_host, control.port, side_channel.public_key
+            )
+            context = self._context(registration, rank_number, nixl_port, side_channel, log_failure)
+            control_address = join_address(control_host, control.port)
+            assert self._thread is not None
+            supervisor = Supervisor(
+                context,
+                control=control,
+                leave_secret=metadata.leave_secret,
+                deliver_posted=self._thread.deliver_posted,
+                facts=engine_facts(
+                    self._vllm_config, self._kv_cache_config, self._options, registration, control_address
+                ),
+                ids_repeat=envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION,
+                is_warm=False,
+            )
+            opened.pop_all()  # the supervisor closes it from here on
+        return supervisor
+
+    def _context(
+        self,
+        registration: Registration,
+        rank_number: int,
+        nixl_port: RealNixlPort,
+        side_channel: SideChannel,
+        log_failure: FailureLog,
+    ) -> WorkerContext:
         engine_id, clock = registration.layout.engine_id, self._clock
-        log_failure = FailureLog(engine_id, rank_number)
-        side_channel, control_host, control = self._open_control_socket(rank_number, log_failure)
-        metadata = self._handshake_metadata = self._describe(
-            registration, nixl_port.agent_metadata, control_host, control.port, side_channel.public_key
-        )
-        context = WorkerContext(
+        return WorkerContext(
             options=self._options,
             local=registration,
             draw_name=lambda: uuid.uuid4().hex,
@@ -350,20 +378,9 @@ class ConnectorWorker:
             log_crash=self._note_crash,
             event_log=EventLog(engine_id, rank_number, clock=clock, log_failure=log_failure),
         )
-        control_address = join_address(control_host, control.port)
-        return Supervisor(
-            context,
-            control=control,
-            leave_secret=metadata.leave_secret,
-            deliver_posted=self._thread.deliver_posted,
-            facts=engine_facts(self._vllm_config, self._kv_cache_config, self._options, registration, control_address),
-            ids_repeat=envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION,
-            is_warm=False,
-        )
 
-    def _open_control_socket(self, rank_number: int, log_failure: FailureLog) -> tuple[ZmqSideChannel, str, Listener]:
-        """The side channel, where peers are told that the control socket listens, and this. What is turned away there
-        is logged and counted."""
+    def _make_side_channel(self) -> ZmqSideChannel:
+        """What it turns away at the control socket is logged and counted."""
         log_stranger = StrangerLog("control socket")
 
         def refuse(address: str, sentence: str) -> None:
@@ -374,14 +391,20 @@ class ConnectorWorker:
             log_stranger("newcomers", sentence)
             self._figures.note(catalogue.TURNED_AWAY, catalogue.CONTROL_SOCKET, catalogue.NO_ROOM)
 
+        return ZmqSideChannel(self._access, refuse, say_no_room)
+
+    def _open_control_socket(
+        self, side_channel: SideChannel, rank_number: int, log_failure: FailureLog
+    ) -> tuple[str, Listener]:
+        """Where peers are told that the control socket listens, and this. What it cuts off is logged and counted."""
+
         def cut_off(subject: str, failure: Failure) -> None:
             log_failure(subject, failure)
             self._figures.note(catalogue.TURNED_AWAY, catalogue.CONTROL_SOCKET, catalogue.CUT_OFF)
 
-        side_channel = ZmqSideChannel(self._access, refuse, say_no_room)
         port = control_port(self._vllm_config, self._options, rank_number)
         host = listening_host(self._vllm_config.parallel_config)
-        return side_channel, *open_control_socket(side_channel, host, cut_off, port)
+        return open_control_socket(side_channel, host, cut_off, port)
 
     def _describe(
         self, registration: Registration, agent_metadata: bytes, host: str, port: int, public_key: str | None

@@ -211,11 +211,40 @@ ACTORS = (
         changes=(
             Edit(
                 PeerActor.recover,
-                "isinstance(event, core.ReadEnded | core.LetGo | core.Retire | core.Recall)",
-                "isinstance(event, core.Retire)",
+                "isinstance(message, core.ReadEnded | core.LetGo | core.Retire | core.Recall)",
+                "isinstance(message, core.Retire)",
             ),
         ),
         place=ByTest("tests/actors/test_peers.py::test_actor_that_crashes_on_the_end_of_a_read_quarantines_nothing"),
+    ),
+    Mutant(
+        name="a recall is lost in a crash",
+        row=31,
+        broken="an actor that crashes over being wanted after all never tells its core of it",
+        changes=(
+            Edit(
+                PeerActor.recover,
+                "isinstance(message, core.ReadEnded | core.LetGo | core.Retire | core.Recall)",
+                "isinstance(message, core.ReadEnded | core.LetGo | core.Retire)",
+            ),
+        ),
+        place=ByTest("tests/unit/test_peer_actor_crash.py::test_what_is_told_after_a_crash_waits_for_the_recovery"),
+    ),
+    Mutant(
+        name="a report is lost in a crash",
+        row=31,
+        broken="a request that its core has ended, and whose report raises, is never reported",
+        changes=(Edit(PeerActor.recover, "self._report_lost(failure)", "pass"),),
+        place=ByTest("tests/actors/test_mistakes.py::test_a_report_that_raises_is_made_once_more"),
+    ),
+    Mutant(
+        name="whom nobody could admit stays known",
+        row=31,
+        broken="a bug over the first request to an engine costs all later ones",
+        changes=(Edit(Supervisor._carry_out, "self._tell_roster(roster.Ended(key=key))", "pass"),),
+        place=ByTest(
+            "tests/actors/test_mistakes.py::test_an_engine_that_could_not_be_admitted_is_met_by_the_next_request"
+        ),
     ),
     Mutant(
         name="failed handshake is not told",
