@@ -339,6 +339,8 @@ def holders_in_words(ended: Lease) -> str:
         for holder in ended.holders
     )
     # Who holds it is alive, then: it is not the length of a lease that was too short.
-    if ended.fixed_ns is not None or ended.deadline_ns < ended.latest_ns:
+    if ended.fixed_ns is not None:
+        return f"{held}, for a fixed time (decoder_kv_blocks_ttl)"
+    if ended.deadline_ns < ended.latest_ns:
         return held
     return f"{held}, and renewed until its limit (lease_limit_seconds, or the grace period of a drain)"

@@ -268,7 +268,8 @@ class Lending:
         # Why the others are over, oldest first, at most ENDED_MAX. In a plain dict the way to the oldest leads past all
         # that were deleted before it.
         self._ended: OrderedDict[LeaseName, str] = OrderedDict()
-        # Of those that have expired: the engines and ranks that had said by now that they were done; never empty.
+        # Of those that have expired: the engines and ranks of which a release is no news (`_not_late`), and those that
+        # have said by now that they were done; never empty.
         self._readers_of_expired: dict[LeaseName, frozenset[tuple[str, int | str]]] = {}
         # The newest lease of each request id that is in one of the two above.
         self._newest: dict[str, LeaseName] = {}
@@ -499,7 +500,7 @@ class Lending:
         self._execute(name, effects)
         if machine.MACHINE.is_terminal(after):
             self._forget(name, _WHY[after.state])
-            if after.state is machine.State.EXPIRED and (readers := _readers(after)):
+            if after.state is machine.State.EXPIRED and (readers := _not_late(after)):
                 self._readers_of_expired[name] = readers
 
     def _execute(self, name: LeaseName, effects: machine.Effects) -> None:
@@ -600,6 +601,10 @@ def _reader(asked: HoldAsked | ReleaseAsked, name: LeaseName) -> machine.Reader:
     return machine.Reader(asked.rank, incarnation)
 
 
-def _readers(lease: Lease) -> frozenset[tuple[str, int | str]]:
-    """Which ranks of which engines have released it."""
-    return frozenset((holder.engine_id, rank) for holder in lease.holders for rank in holder.released)
+def _not_late(lease: Lease) -> frozenset[tuple[str, int | str]]:
+    """Which ranks of which engines say nothing new when they release it now: they had before, or have held it and were
+    told then that it ends after a fixed time, perhaps unread. They use nothing that comes later."""
+    said = {(holder.engine_id, rank) for holder in lease.holders for rank in holder.released}
+    if lease.fixed_ns is not None:
+        said |= {(holder.engine_id, reader.rank) for holder in lease.holders for reader in holder.promised}
+    return frozenset(said)

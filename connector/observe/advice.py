@@ -146,7 +146,7 @@ WHAT_TO_DO: dict[str, str] = {
     "LeaseExpired": (
         "see whether the decode engine that held it has ended; if none did, whether the router sent it to one with "
         "kv_transfer_params, and how long it waits there; raise kv_lease_duration, or, if it was renewed until its "
-        "limit, lease_limit_seconds"
+        "limit, lease_limit_seconds; of what a decode engine lends back, decoder_kv_blocks_ttl"
     ),
     NOT_READ: "nothing, unless clients should not have left: see for how long requests wait in vLLM's queue on D",
 }

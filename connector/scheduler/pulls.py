@@ -144,9 +144,10 @@ class Pulls:
                 remote = msgspec.structs.replace(remote, num_tokens=computed)
             lent = self._lent_beginning(remote, request)
             tokens = tokens if lent is None else lent
-            self._check_fit(remote, request, tokens)
             if lent is None:
+                # First: that they are another prompt's is why they would not fit.
                 self._check_prompt(remote, request)
+            self._check_fit(remote, request, tokens)
             if self._loads(request):
                 tokens = self._tokens_to_go_on_from(remote, request, tokens)
                 because = None if tokens else catalogue.WINDOW

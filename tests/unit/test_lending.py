@@ -186,6 +186,17 @@ def test_who_released_in_time_is_not_late_when_the_lease_expires_because_of_anot
     assert NoteLateRelease(sender="d", request_id="a", was_expired=True) in other
 
 
+def test_who_held_a_lease_of_fixed_length_is_not_late_when_it_lets_go_after_the_end() -> None:
+    """P keeps what D lends back until its user comes again, who may come too late. Nothing is read then."""
+    core = Lending(LIMITS)
+    core.handle(Granted(lease=A, fixed_ns=50), 0)
+    hold(core, 10, A)
+    assert FreeBlocks(lease=A, expired=True) in core.advance(50)
+    assert release(core, A) == []
+    notified = ReleaseNotified(sender="s", request_id="a", ranks=1)
+    assert core.handle(notified, 60) == [NoteLateRelease(sender="s", request_id="a", was_expired=True)], "built-in"
+
+
 def test_so_many_late_readers_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lending, "LATE_READERS_MAX", 2)
     core = lent(A)
