@@ -235,8 +235,8 @@ def test_what_the_client_sees_of_a_failure(cluster: OnePrefillTwoDecode) -> None
 
 def test_several_prompts_with_the_parameters_of_the_first(cluster: OnePrefillTwoDecode) -> None:
     """`/v1/completions` takes a list of prompts and one set of parameters, and its answer has those of the first one.
-    A longer one asks for more than is lent; of the others only a digest shows that they are others. Scenario 32."""
-    lengths = {TOKENS: "", 2 * TOKENS: "BadParams", TOKENS - 1: "WrongPrompt", TOKENS // 2: "WrongPrompt"}
+    A digest shows of each other one that it is another. Scenario 32."""
+    lengths = {TOKENS: "", 2 * TOKENS: "WrongPrompt", TOKENS - 1: "WrongPrompt", TOKENS // 2: "WrongPrompt"}
     for policy, service in (("fail", cluster.fail), ("recompute", cluster.recompute)):
         key = f"several-{policy}"
         texts = [prompt(tokens, f"{key} {tokens}") for tokens in lengths] + [prompt(TOKENS, f"{key} as long")]

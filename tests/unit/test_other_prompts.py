@@ -157,7 +157,7 @@ def test_a_longer_prompt_that_does_not_begin_with_it_is_refused(specs: list[KVCa
     for prompt, said in (([999, *PROMPT[1:], *range(600, 620)], params), ([*PROMPT, *range(600, 620)], unknown)):
         told = asked(engine("d", *specs), prompt, said)
         assert isinstance(told, RejectPull)
-        assert told.failure.kind == "BadParams"
+        assert told.failure.kind == "WrongPrompt"
 
 
 async def _turns(count: int) -> list[Any]:
