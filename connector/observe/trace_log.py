@@ -237,7 +237,7 @@ class RotatingFiles:
         self._left_bytes -= length
         written = self._file.write(lines)  # type: ignore[union-attr]
         if written != length:
-            raise OSError(errno.ENOSPC, "the end of a line could not be written")
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: the end of a line could not be written")
         return written
 
     def flush(self) -> None:

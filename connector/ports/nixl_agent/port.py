@@ -73,6 +73,11 @@ TEARDOWN_SECONDS_MAX = 10.0
 """How long `aclose` waits, after the grace, for a thread that may be stuck inside a NIXL call."""
 
 
+_WHAT_MAY_LACK = (
+    "UCX mostly has said why in the log just before: file descriptors, ulimit -n, memory, or ports, UCX_TCP_PORT_RANGE"
+)
+
+
 class RealNixlPort:
     """A NIXL agent on a thread of its own. Implements `NixlPort`; made by `open`.
 
@@ -134,7 +139,7 @@ class RealNixlPort:
         try:
             port._core = port._thread.open(timeout_seconds, on_wait)
         except CallRefused as refused:
-            raise NixlCallFailed("open", refused.error) from None
+            raise NixlCallFailed("open", f"{refused.error} ({_WHAT_MAY_LACK})") from None
         return port
 
     @property
