@@ -1,8 +1,8 @@
 """Commands and worker events: what the scheduler side tells the actors of a worker, and what they tell back.
 
 The scheduler side decides commands; the step metadata (`step_metadata`) carries them to the worker process, whose
-engine thread hands them to the actors as they are. Worker events come back to the engine thread. All of them are
-frozen, so threads share nothing that changes. No vLLM in here: the runtime imports this module.
+engine thread hands them to the actors as they are. Worker events come back to the engine thread. Who has handed one
+over changes nothing in it. No vLLM in here: the runtime imports this module.
 """
 
 from __future__ import annotations

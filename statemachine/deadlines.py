@@ -3,8 +3,8 @@
 A core has one next deadline, whatever the number of things that it waits for, so its executor needs one timer. Due
 keys are taken one at a time: if handling one of them raises, the others are still there.
 
-Setting a key again moves it. Entries that were moved or cancelled stay in the heap until they come up; the heap is
-rebuilt when they are the majority, so it never holds more than twice what lives.
+Setting a key again moves it. Entries that were moved or cancelled stay in the heap until they come up, or until a key
+is set when they are the majority: the heap is rebuilt then.
 """
 
 from __future__ import annotations

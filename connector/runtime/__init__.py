@@ -18,7 +18,7 @@ introducer     executor of `Introductions`: engines that are met before a reques
 lease_keeper   executor of `Lending`: what this rank lends, and its control socket
 listener       answers handshakes, in the scheduler's process; it has a thread there, and checks keys in another one
 draining       executor of `Draining`, beside it
-mailbox        how messages reach an actor from others in the trio thread
+mailbox        how messages reach an actor that waits for them in the trio thread
 effects        how executors carry out what a core says
 restarts       tasks that must go on
 recorder       every step of every core, for the flight recorder and the trace

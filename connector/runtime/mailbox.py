@@ -1,4 +1,5 @@
-"""Mailboxes: how messages reach an actor from others in the trio thread (other threads: `connector.thread_mailbox`).
+"""Mailboxes: how messages reach an actor that waits for them in the trio thread, as the lease keeper does. (Peer actors
+handle what they are told in the call; from other threads: `connector.thread_mailbox`.)
 
 Sending is synchronous, never blocks and never fails, so an actor can send while it handles a message. An actor that
 takes messages from outside bounds them before it puts them here.

@@ -71,7 +71,7 @@ def encode_heartbeats(request_ids: Iterable[str], bytes_max: int = HEARTBEAT_BYT
         encoded = request_id.encode()
         if not encoded or b"," in encoded:
             continue
-        if batch and batch_bytes + len(encoded) + 1 > bytes_max:
+        if batch and batch_bytes + len(encoded) > bytes_max:
             messages.append(_heartbeat(batch))
             batch, batch_bytes = [], len(HEARTBEAT_PREFIX)
         batch.append(encoded)

@@ -42,7 +42,7 @@ def to_device(numbers: Numbers, device: torch.device) -> torch.Tensor:
 
 
 def scratch_beside(cache: torch.Tensor, device_id: int, memory_kind: MemoryKind) -> Scratch:
-    """Memory of the cache's kind, for the first READ from each peer. The other two as NIXL calls them."""
+    """Memory of the cache's kind, for the first READ from each peer, on this device of this kind, as NIXL says it."""
     owner = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=cache.device)
     return Scratch(MemoryRange(owner.data_ptr(), PROBE_BYTES, device_id, memory_kind), owner)
 

@@ -3,7 +3,7 @@ that it wants from it, and what it owes.
 
 Sans I/O, as h11 and aioquic are: `handle(event, now_ns)` returns what to do, `next_deadline()` says when
 `advance(now_ns)` has something to do. The executor (`connector/runtime/peer_actor.py`) carries out effects in order,
-feeds what comes of them, calls `advance` after each batch of events, and decides nothing. Nothing here reads a clock:
+feeds what comes of them, calls `advance` once something is due, and decides nothing. Nothing here reads a clock:
 `now_ns` is the executor's, and never goes back. Production, the model checker and both levels of the simulator run
 this object.
 

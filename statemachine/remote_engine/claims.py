@@ -130,11 +130,11 @@ class Claims:
         self._timers = timers
         self._outcome = outcome
         self.link: Connection | None = None
-        # Dropped when it has no users and nothing is owed.
+        # Dropped when nobody wants it (`Claim.is_wanted`) and nothing is owed.
         self._by_lease: dict[LeaseName, Claim] = {}
-        # Those of them that have users, and were not given up because the engine has left.
+        # Those of them that are wanted, and were not given up because the engine has left.
         self._wanted: set[LeaseName] = set()
-        # Leases that were released here. None of them gets a user again.
+        # Leases that were released here, the last so many. None of them is wanted again.
         self._consumed = Remembered(CONSUMED_MAX)
         # One heap for all ranks: the next deadline costs the same however many there are.
         self.dues: Deadlines[tuple[LeaseName, int]] = Deadlines()

@@ -258,8 +258,12 @@ def test_every_key_is_a_series_of_the_catalogue_and_every_transition_of_the_tabl
 def test_nobody_is_left_of_actors_that_died() -> None:
     d = Decode()
     d.start()
+    assert any((d.figures.take_gauges() or {}).values())
     d.figures.clear()
     assert d.gauges() == {}
+    shown = d.figures.take_gauges()
+    assert shown is not None, "it is shown, too"
+    assert not any(shown.values())
 
 
 def test_a_wake_up_is_a_figure() -> None:

@@ -50,6 +50,11 @@ def test_a_heartbeat_names_each_id_once_in_the_senders_order() -> None:
     assert parse_notification(b"HB:b,a,b,,b,c,a") == Heartbeat(("b", "a", "c"))
 
 
+def test_no_more_heartbeats_than_it_takes() -> None:
+    assert encode_heartbeats(["a", "b"], bytes_max=6) == [b"HB:a,b"]
+    assert encode_heartbeats(["a", "b"], bytes_max=5) == [b"HB:a", b"HB:b"]
+
+
 def test_heartbeats_are_split_by_size() -> None:
     ids = [f"request-{index:04}" for index in range(1000)]
     messages = encode_heartbeats(ids, bytes_max=256)
