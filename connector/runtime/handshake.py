@@ -149,9 +149,7 @@ async def connect(context: ActorContext, peer: PeerAddress, owner: AgentOwner) -
     matches = _matches(context, peer, ranks, replies, plan)
     _require_new_memory(context, peer, replies)
     try:
-        connection = await _load(context, peer, owner, ranks, replies, plan, matches)
-        _note_memory(context, replies)
-        return connection
+        return await _load(context, peer, owner, ranks, replies, plan, matches)
     except (NixlCallFailed, PortClosed) as error:
         if isinstance(error, NixlCallFailed) and error.no_descriptor_left:
             raise HandshakeError(NoDescriptorLeft(peer=peer.engine_id, address=str(peer))) from error
@@ -351,12 +349,6 @@ def _require_new_memory(context: ActorContext, peer: PeerAddress, replies: Seque
         raise _incompatible(peer, mismatch) from mismatch
 
 
-def _note_memory(context: ActorContext, replies: Sequence[HandshakeReply]) -> None:
-    for reply in replies:
-        if reply.actor is not None:
-            context.mapped.note(reply.actor.device_allocations, reply.actor.life)
-
-
 # --- what is loaded -------------------------------------------------------------------------------------------------
 
 
@@ -393,6 +385,8 @@ async def _load(
             remote_lists.append(remote_list)  # one by one: those before one that fails are taken back
         if any(map(reads.is_lost, agents.values())):
             raise _refused(peer, "another connection to it has failed meanwhile")
+        for said in facts.values():
+            context.mapped.note(said.device_allocations, said.life)
     except BaseException:
         # Also on cancellation; the loop that would cancel this again is bounded by the port.
         _close(context, links.values())
