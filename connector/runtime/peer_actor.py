@@ -600,6 +600,7 @@ class PeerActor:
         command = effect.event.message
         if isinstance(effect.event, core.Announced | core.Started):
             command = msgspec.structs.replace(command, age_seconds=effect.event.age_ns / NS_PER_SECOND)
+            self._pulls.pop(effect.event.request_id, None)  # the successor's from here on
         self._for_successor.append(command)
 
     def _note_handshake_failure(self, effect: core.NoteHandshakeFailure) -> None:

@@ -154,4 +154,6 @@ def test_who_came_too_late_is_for_the_successor() -> None:
     assert actor._crash is None
     assert core.is_finished
     age_seconds = command.age_seconds + now_ns / NS_PER_SECOND
+    assert not actor._pulls
+    actor.recover(RuntimeError("a mistake"))  # reports nothing: the successor will read into its blocks
     assert actor.take_unhandled() == [msgspec.structs.replace(command, age_seconds=age_seconds)]
