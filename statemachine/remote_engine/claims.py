@@ -188,19 +188,19 @@ class Claims:
         del claim.users[request_id]
         self._end_if_unwanted(claim, now_ns)
 
-    def let_go(self, lease: LeaseName, now_ns: int) -> None:
-        """It is kept for its users alone from now on."""
+    def end_keeping(self, lease: LeaseName, now_ns: int) -> None:
+        """It is held for the requests that want it alone from now on."""
         claim = self._by_lease.get(lease)
         if claim is not None and claim.is_kept:
             claim.is_kept = False
             self._end_if_unwanted(claim, now_ns)
 
     def _end_if_unwanted(self, claim: Claim, now_ns: int) -> None:
-        if claim.is_kept or claim.users:
+        if claim.is_wanted:
             return
         self._wanted.discard(claim.lease)
         if claim.holds:
-            self._let_go(claim)
+            self._release_holds(claim)
         # Else P was never met: it may be named again, and P is told when it is met in time.
         if claim.is_over:
             self._drop(claim)
@@ -208,7 +208,7 @@ class Claims:
         given_up_ns = max(claim.proven_until_ns, now_ns + self._limits.lease_ns)
         self._timers.set(("release_given_up", claim.lease), given_up_ns)
 
-    def _let_go(self, claim: Claim) -> None:
+    def _release_holds(self, claim: Claim) -> None:
         self._consumed.add(_text(claim.lease))
         for rank in range(len(claim.holds)):
             self._step_hold(claim, rank, hold.Unwanted())
@@ -328,7 +328,7 @@ class Claims:
         if not claim.holds:
             self._begin_holds(claim, link.ranks)
             if not claim.is_wanted:
-                self._let_go(claim)
+                self._release_holds(claim)
         if link.is_builtin and claim.lease.number:
             self._lose_holds(claim, REPLACED)
             return False

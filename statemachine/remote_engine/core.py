@@ -247,7 +247,7 @@ class RemoteEngine:
             case ReleaseUnread():
                 self._release_unread(event, now_ns)
             case LetGo(lease=lease):
-                self._claims.let_go(lease, now_ns)
+                self._claims.end_keeping(lease, now_ns)
             case MeetAsked(address=address):
                 self.address = address
                 if self._peer.state is peer.State.IDLE:

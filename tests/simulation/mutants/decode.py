@@ -63,7 +63,7 @@ PROOF = (
         name="lease let go of with its last reader",
         rule="kept for the scheduler",
         broken="a lease that the scheduler has kept is released when the requests that the rank knows of have ended",
-        changes=(Edit(Claims._end_if_unwanted, "claim.is_kept or ", ""),),
+        changes=(Edit(Claims._end_if_unwanted, "claim.is_wanted", "claim.users"),),
         place=Explored(within(KEPT, 1), "invariant 3"),
     ),
     Mutant(
@@ -76,7 +76,7 @@ PROOF = (
         name="lease kept for good",
         rule="kept for the scheduler",
         broken="that the scheduler lets go of a lease is not heard",
-        changes=(Edit(Claims.let_go, "claim.is_kept = False", "pass"),),
+        changes=(Edit(Claims.end_keeping, "claim.is_kept = False", "pass"),),
         place=Explored(within(KEPT, 1), "liveness"),
     ),
     Mutant(
@@ -381,9 +381,7 @@ KEEPING = (
         rule="released by the last",
         row=56,
         broken="the first of several requests with the same parameters releases what the others are to read",
-        changes=(
-            Edit(Claims._end_if_unwanted, "if claim.is_kept or claim.users:\n        return", "claim.users.clear()"),
-        ),
+        changes=(Edit(Claims._end_if_unwanted, "if claim.is_wanted:\n        return", "claim.users.clear()"),),
         place=Explored(within(SHARED, 0), "RemoteEngine raises"),
     ),
     Mutant(
@@ -399,7 +397,7 @@ KEEPING = (
         rule="released by the last",
         row=54,
         broken="nobody tells P that the blocks are not needed any more",
-        changes=(Edit(Claims._let_go, "self._step_hold(claim, rank, hold.Unwanted())", "pass"),),
+        changes=(Edit(Claims._release_holds, "self._step_hold(claim, rank, hold.Unwanted())", "pass"),),
         place=ByTest(CORE + "::test_a_release_is_said_to_each_rank_until_it_is_confirmed"),
     ),
     Mutant(
@@ -480,7 +478,7 @@ KEEPING = (
         rule="a released lease is consumed",
         row=2,
         broken="parameters whose blocks were read and released are accepted once more",
-        changes=(Edit(Claims._let_go, "self._consumed.add(_text(claim.lease))", "pass"),),
+        changes=(Edit(Claims._release_holds, "self._consumed.add(_text(claim.lease))", "pass"),),
         place=ByTest(CORE + "::test_who_names_a_lease_that_was_released_here_is_refused"),
     ),
     Mutant(
