@@ -566,8 +566,8 @@ def test_a_state_after_another_number_of_tokens_is_refused() -> None:
 def test_a_ring_buffer_after_another_number_of_tokens_is_refused() -> None:
     """What the tokens behind the prompt have overwritten there is not known here."""
     prefill, decode = engine("ring buffer"), engine("ring buffer")
-    prefill.prefill("a", tokens_of(101))
-    decode.submit("a", tokens_of(100), prefill.params["a"])
+    prefill.prefill("a", tokens_of(100))
+    decode.submit("a", tokens_of(100), prefill.params["a"] | {"remote_num_tokens": 101})
     decode.step()
     failure = decode.rejection_of("a").failure
     assert (failure.field, failure.found) == ("remote_num_tokens", "101")
