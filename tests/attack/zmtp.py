@@ -54,11 +54,15 @@ def many_frames(count: int) -> bytes:
     return EMPTY * count + frame(b"end")
 
 
+PATIENCE_SECONDS = 30.0
+"""Longer than a listener lets a greeting take: who is refused in the middle of one may be ended only then."""
+
+
 def connect(address: tuple[str, int], source: str = "", said: Sequence[bytes] = ()) -> socket.socket:
     """A connection from the address `source` of this machine, with some bytes sent; what follows `HELLO` is sent when
     it was answered, as the protocol wants it."""
     connection = socket.socket()
-    connection.settimeout(10)
+    connection.settimeout(PATIENCE_SECONDS)
     connection.bind((source, 0))
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the listener has ended it, maybe at once
         connection.connect(address)
