@@ -196,7 +196,7 @@ class Claims:
             self._end_if_unwanted(claim, now_ns)
 
     def _end_if_unwanted(self, claim: Claim, now_ns: int) -> None:
-        if claim.is_wanted:
+        if claim.is_kept or claim.users:
             return
         self._wanted.discard(claim.lease)
         if claim.holds:

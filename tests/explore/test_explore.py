@@ -364,7 +364,7 @@ def release_before_the_first_user(patch: Patch) -> None:
         is_new = self.get(name) is None
         found = want(self, name, request_id, heard_ns, now_ns, keeps=keeps)
         if is_new and found.holds:
-            self._let_go(found)
+            self._release_holds(found)
         return found
 
     patch.attribute(Claims, "want", released)

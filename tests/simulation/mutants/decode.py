@@ -63,7 +63,7 @@ PROOF = (
         name="lease let go of with its last reader",
         rule="kept for the scheduler",
         broken="a lease that the scheduler has kept is released when the requests that the rank knows of have ended",
-        changes=(Edit(Claims._end_if_unwanted, "claim.is_wanted", "claim.users"),),
+        changes=(Edit(Claims._end_if_unwanted, "claim.is_kept or ", ""),),
         place=Explored(within(KEPT, 1), "invariant 3"),
     ),
     Mutant(
@@ -381,7 +381,9 @@ KEEPING = (
         rule="released by the last",
         row=56,
         broken="the first of several requests with the same parameters releases what the others are to read",
-        changes=(Edit(Claims._end_if_unwanted, "if claim.is_wanted:\n        return", "claim.users.clear()"),),
+        changes=(
+            Edit(Claims._end_if_unwanted, "if claim.is_kept or claim.users:\n        return", "claim.users.clear()"),
+        ),
         place=Explored(within(SHARED, 0), "RemoteEngine raises"),
     ),
     Mutant(
