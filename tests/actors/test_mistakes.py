@@ -4,7 +4,8 @@ method raises, once or always."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -58,6 +59,14 @@ async def pulled(d: Engine, p: Engine, request_id: str, block: int = 1) -> Recei
     return await until(lambda: d.received(request_id))
 
 
+@asynccontextmanager
+async def acquainted() -> AsyncIterator[tuple[Engine, Engine]]:
+    """D, and P, from which it has read."""
+    async with engine("p", serves=True) as p, engine("d", options=BRIEF_BACKOFF) as d:
+        assert (await pulled(d, p, "before")).failure is None
+        yield d, p
+
+
 async def is_read_again(d: Engine, p: Engine) -> None:
     for number in range(100):
         if (await pulled(d, p, f"after-{number}", block=2)).failure is None:
@@ -80,8 +89,7 @@ def test_a_command_that_cannot_be_put_to_the_core(monkeypatch: pytest.MonkeyPatc
     """Tried once more; after that the request ends."""
 
     async def test() -> None:
-        async with engine("p", serves=True) as p, engine("d", options=BRIEF_BACKOFF) as d:
-            assert (await pulled(d, p, "before")).failure is None
+        async with acquainted() as (d, p):
             with monkeypatch.context() as patch:
                 raised = breaks(patch, PeerActor, "_event_of_command", when=is_a_pull, times=times)
                 ended = await pulled(d, p, "a")
@@ -95,8 +103,7 @@ def test_a_command_that_cannot_be_put_to_the_core(monkeypatch: pytest.MonkeyPatc
 
 def test_reads_that_cannot_be_ordered_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
-        async with engine("p", serves=True) as p, engine("d", options=BRIEF_BACKOFF) as d:
-            assert (await pulled(d, p, "before")).failure is None
+        async with acquainted() as (d, p):
             with monkeypatch.context() as patch:
                 breaks(patch, PeerActor, "_orders", times=100)
                 ended = await pulled(d, p, "a")
@@ -110,8 +117,7 @@ def test_reads_that_cannot_be_ordered_have_ended(monkeypatch: pytest.MonkeyPatch
 
 def test_a_read_of_which_nobody_can_say_whether_it_is_wanted_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
-        async with engine("p", serves=True) as p, engine("d", options=BRIEF_BACKOFF) as d:
-            assert (await pulled(d, p, "before")).failure is None
+        async with acquainted() as (d, p):
             (actor,) = d.supervisor._peers.values()
             with monkeypatch.context() as patch:
                 breaks(patch, type(actor.core), "wants", times=100)
@@ -125,8 +131,7 @@ def test_a_read_of_which_nobody_can_say_whether_it_is_wanted_has_ended(monkeypat
 
 def test_a_report_that_raises_is_made_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
-        async with engine("p", serves=True) as p, engine("d", options=BRIEF_BACKOFF) as d:
-            assert (await pulled(d, p, "before")).failure is None
+        async with acquainted() as (d, p):
             with monkeypatch.context() as patch:
                 breaks(patch, PeerActor, "_report")
                 ended = await pulled(d, p, "a")
@@ -140,8 +145,7 @@ def test_a_report_that_raises_is_made_once_more(monkeypatch: pytest.MonkeyPatch)
 
 def test_what_follows_a_report_does_not_repeat_it(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
-        async with engine("p", serves=True) as p, engine("d", options=BRIEF_BACKOFF) as d:
-            assert (await pulled(d, p, "before")).failure is None
+        async with acquainted() as (d, p):
             with monkeypatch.context() as patch:
                 raised = breaks(patch, PeerActor, "_report", after=True)
                 assert (await pulled(d, p, "a")).failure is None
