@@ -7,13 +7,12 @@ from typing import TypeVar
 
 from statemachine.kernel import Effect
 
+EffectT = TypeVar("EffectT", bound=Effect)
+
 
 def internal_error(error: Exception) -> str:
-    """What people are told of a bug of ours, in the failure of a request."""
+    """What people are told of a bug of ours, in the failure of what it has cost."""
     return f"internal error: {error!r}; please report it"
-
-
-EffectT = TypeVar("EffectT", bound=Effect)
 
 
 def carry_out(

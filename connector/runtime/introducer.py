@@ -19,7 +19,7 @@ from connector.clock import NS_PER_SECOND, Clock, seconds_until, to_ns
 from connector.config import ConnectorOptions
 from connector.ports.side_channel import NotASideChannel, SideChannel, SideChannelError
 from connector.protocol import MeetPeer, PeerAddress
-from connector.runtime.effects import carry_out
+from connector.runtime.effects import carry_out, internal_error
 from connector.wire.administration import MEET_PLACES_MAX, MeetReport, PlaceRow
 from connector.wire.bounded import DecodeFailed
 from connector.wire.handshake import decode_advertisement, encode_request
@@ -164,7 +164,7 @@ class Introducer:
         except Exception as error:
             # A mistake costs one attempt.
             self._log_crash(f"introduction to {place}", error)
-            event = core.Failed(place=place, problem=f"internal error: {error!r}; please report it")
+            event = core.Failed(place=place, problem=internal_error(error))
         self._feed(event)
 
     async def _question(self, place: str) -> core.Answered | core.Failed:

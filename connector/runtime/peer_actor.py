@@ -130,7 +130,7 @@ class PeerActor:
         self._on_disconnected = on_disconnected
         self._was_connected = False
         self._sums = SumsOfPeer(self._connections.ask_sums)
-        # The event that the core is handling.
+        # What is being handled: a command, or the event that it was made into.
         self._in_hand: Event | PullCommand | None = None
         self._is_running = False
         self._is_at_work = False
@@ -254,13 +254,13 @@ class PeerActor:
         finally:
             # Nobody will ever tell these again.
             if not isinstance(message, Event | None):
-                self._try(partial(self._repeat, message, failure))
+                self._try(partial(self._repeat, message))
             elif isinstance(message, core.ReadEnded | core.LetGo | core.Retire | core.Recall):
                 self._try(partial(self._feed, message))
             self._report_lost(failure)
         self._context.recorder.catch_up()
 
-    def _repeat(self, command: PullCommand, failure: Failure) -> None:
+    def _repeat(self, command: PullCommand) -> None:
         """What it means for the core could not be said at first. A request of which that cannot be said at all ends."""
         try:
             event = self._event_of_command(command)
@@ -301,7 +301,10 @@ class PeerActor:
         try:
             call()
         except Exception as error:
-            self._context.log_crash(f"peer actor of {self._key.engine_id}", error)
+            self._log_crash(error)
+
+    def _log_crash(self, error: Exception) -> None:
+        self._context.log_crash(f"peer actor of {self._key.engine_id}", error)
 
     def put(self, command: PullCommand) -> None:
         """From the supervisor: a command for this engine."""
@@ -326,7 +329,7 @@ class PeerActor:
                     self._notices.end(command.request_id)
         except Exception as error:
             # For people: no request may be lost for it.
-            self._context.log_crash(f"peer actor of {self._key.engine_id}", error)
+            self._log_crash(error)
         match command:
             case LetGo(lease=lease):
                 return core.LetGo(lease=lease, message=command)
@@ -481,7 +484,7 @@ class PeerActor:
         try:
             orders = self._orders(effect, pull.resolved)
         except Exception as error:
-            self._context.log_crash(f"peer actor of {self._key.engine_id}", error)
+            self._log_crash(error)
             self._end_unposted(effect, len(pull.resolved.reads), internal_error(error))
             return
         self._context.reads.order(orders)

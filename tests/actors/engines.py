@@ -537,3 +537,10 @@ async def until(found: Callable[[], T | None], seconds: float = 10.0) -> T:
             if value:
                 return value
             await trio.sleep(0.002)
+
+
+async def read(d: Engine, p: Engine, request_id: str, block: int = 1) -> ReceiveEnded:
+    """P lends the blocks of a request, and D reads one of them; what becomes of it."""
+    p.lend(f"remote-{request_id}")
+    d.pull(request_id, p, [block], [block])
+    return await until(lambda: d.received(request_id))

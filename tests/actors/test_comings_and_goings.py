@@ -26,7 +26,7 @@ from connector.wire.administration import (
 from connector.wire.control import encode_request
 from connector.wire.device_allocations import Allocation, DeviceAllocations
 from statemachine.failures import Incompatible, PeerLeaving
-from tests.actors.engines import HOST, Engine, engine, lease_of, parallel_engine, until
+from tests.actors.engines import HOST, Engine, engine, lease_of, parallel_engine, read, until
 from tests.actors.test_pull import run
 from tests.rig.facts import LEAVE_SECRET
 from tests.rig.network import free_port
@@ -59,12 +59,6 @@ async def meet(d: Engine, *places: str) -> MeetReport:
 def leaves(d: Engine, p: Engine) -> bool:
     """Whether D knows."""
     return any(actor.core.view().leaves_ns is not None for actor in d.supervisor._peers.values())
-
-
-async def read(d: Engine, p: Engine, request_id: str, block: int = 1) -> ReceiveEnded:
-    p.lend(f"remote-{request_id}")
-    d.pull(request_id, p, [block], [block])
-    return await until(lambda: d.received(request_id))
 
 
 def handshakes(d: Engine) -> int:

@@ -12,11 +12,11 @@ import pytest
 import trio
 
 from connector.config import ConnectorOptions
-from connector.protocol import ReceiveEnded, StartPull
+from connector.protocol import StartPull
 from connector.runtime.connections import Connections
 from connector.runtime.peer_actor import PeerActor
 from connector.runtime.supervisor import Supervisor
-from tests.actors.engines import Engine, engine, until
+from tests.actors.engines import Engine, engine, read, until
 from tests.actors.test_pull import run
 
 BRIEF_BACKOFF = ConnectorOptions(backoff_initial_seconds=0.02, backoff_max_seconds=0.05, quiesce_timeout_seconds=0.2)
@@ -53,23 +53,17 @@ def breaks(
     return raised
 
 
-async def pulled(d: Engine, p: Engine, request_id: str, block: int = 1) -> ReceiveEnded:
-    p.lend(f"remote-{request_id}")
-    d.pull(request_id, p, [block], [block])
-    return await until(lambda: d.received(request_id))
-
-
 @asynccontextmanager
 async def acquainted() -> AsyncIterator[tuple[Engine, Engine]]:
     """D, and P, from which it has read."""
     async with engine("p", serves=True) as p, engine("d", options=BRIEF_BACKOFF) as d:
-        assert (await pulled(d, p, "before")).failure is None
+        assert (await read(d, p, "before")).failure is None
         yield d, p
 
 
 async def is_read_again(d: Engine, p: Engine) -> None:
     for number in range(100):
-        if (await pulled(d, p, f"after-{number}", block=2)).failure is None:
+        if (await read(d, p, f"after-{number}", block=2)).failure is None:
             break
         await trio.sleep(0.05)
     else:
@@ -92,7 +86,7 @@ def test_a_command_that_cannot_be_put_to_the_core(monkeypatch: pytest.MonkeyPatc
         async with acquainted() as (d, p):
             with monkeypatch.context() as patch:
                 raised = breaks(patch, PeerActor, "_event_of_command", when=is_a_pull, times=times)
-                ended = await pulled(d, p, "a")
+                ended = await read(d, p, "a")
                 assert len(raised) == min(times, 2)
             assert (ended.failure is None) == (times == 1)
             assert not ended.quarantined
@@ -106,7 +100,7 @@ def test_reads_that_cannot_be_ordered_have_ended(monkeypatch: pytest.MonkeyPatch
         async with acquainted() as (d, p):
             with monkeypatch.context() as patch:
                 breaks(patch, PeerActor, "_orders", times=100)
-                ended = await pulled(d, p, "a")
+                ended = await read(d, p, "a")
             assert ended.failure is not None
             assert "RuntimeError('injected'); please report it" in str(ended.failure)
             assert not ended.quarantined
@@ -121,7 +115,7 @@ def test_a_read_of_which_nobody_can_say_whether_it_is_wanted_has_ended(monkeypat
             (actor,) = d.supervisor._peers.values()
             with monkeypatch.context() as patch:
                 breaks(patch, type(actor.core), "wants", times=100)
-                ended = await pulled(d, p, "a")
+                ended = await read(d, p, "a")
             assert ended.failure is not None
             assert not ended.quarantined
             await is_read_again(d, p)
@@ -134,7 +128,7 @@ def test_a_report_that_raises_is_made_once_more(monkeypatch: pytest.MonkeyPatch)
         async with acquainted() as (d, p):
             with monkeypatch.context() as patch:
                 breaks(patch, PeerActor, "_report")
-                ended = await pulled(d, p, "a")
+                ended = await read(d, p, "a")
             assert ended.failure is not None
             assert ended.failure.kind == "ActorCrashed"
             assert not ended.quarantined, "its READs had ended"
@@ -148,7 +142,7 @@ def test_what_follows_a_report_does_not_repeat_it(monkeypatch: pytest.MonkeyPatc
         async with acquainted() as (d, p):
             with monkeypatch.context() as patch:
                 raised = breaks(patch, PeerActor, "_report", after=True)
-                assert (await pulled(d, p, "a")).failure is None
+                assert (await read(d, p, "a")).failure is None
                 await until(lambda: d.crashes and raised)
             await is_read_again(d, p)
             assert d.received("a") is not None  # which also asserts that it was told once
@@ -161,7 +155,7 @@ def test_an_engine_that_could_not_be_admitted_is_met_by_the_next_request(monkeyp
         async with engine("p", serves=True) as p, engine("d", options=BRIEF_BACKOFF) as d:
             with monkeypatch.context() as patch:
                 breaks(patch, Supervisor, "_admit")
-                ended = await pulled(d, p, "a")
+                ended = await read(d, p, "a")
             assert ended.failure is not None
             assert not ended.quarantined, "nobody has begun a READ of it"
             await is_read_again(d, p)
@@ -177,7 +171,7 @@ def test_a_connection_that_is_not_listened_to_is_taken_back(monkeypatch: pytest.
         async with engine("p", serves=True) as p, engine("d", options=BRIEF_BACKOFF) as d:
             with monkeypatch.context() as patch:
                 breaks(patch, Connections, "_listen", after=after)
-                await pulled(d, p, "a")
+                await read(d, p, "a")
             await is_read_again(d, p)
 
     run(test)
