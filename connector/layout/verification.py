@@ -26,17 +26,23 @@ Numbers = npt.NDArray[np.int64]
 
 SAMPLED_BLOCKS = 8
 """With `verify: sampled`, so many blocks are compared of each cache group of a lease, and of each READ."""
+_NOT_COMPARED = -1
 
 
 class Compared(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """What of a READ is compared, each array of shape [n]: P's region and kernel block, and our blocks."""
+    """What of a READ is compared, each array of shape [n]: P's region and kernel block, and our blocks.
+
+    Attributes:
+        places: which of the blocks of its cache group that P has sums of each is.
+        order: positions in `regions` of the blocks of `local`, one after another.
+    """
 
     regions: Numbers
     remote_blocks: Numbers
+    places: Numbers
     local: tuple[tuple[MemoryRun, Numbers], ...]
     """Local runs, and which of their blocks."""
     order: Numbers
-    """Positions in `regions` of the blocks of `local`, one after another."""
 
 
 class Match(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -127,27 +133,41 @@ def compared(
     regions = matched.regions[run]
     blocks = remote_ids.astype(np.int64) - matched.remote_firsts[run]
     groups = np.array(matched.groups, np.int64)[regions]
-    is_known = np.zeros(blocks.size, bool)
+    places = np.full(blocks.size, _NOT_COMPARED)
     for group, of_lease in enumerate(known):
-        of_group = groups == group
-        read = np.intersect1d(blocks[of_group], of_lease)
-        is_known[of_group] = np.isin(blocks[of_group], spread(read) if sampled else read)
-    if not sampled and not is_known.all():
-        raise BlockIdError("remote", f"block {blocks[~is_known][0]}, which was not lent with this lease")
-    chosen = np.flatnonzero(is_known)
+        of_group = np.flatnonzero(groups == group)
+        if of_group.size:
+            places[of_group] = _places(blocks[of_group], of_lease, sampled=sampled)
+    if not sampled and (places == _NOT_COMPARED).any():
+        missing = blocks[places == _NOT_COMPARED]
+        raise BlockIdError("remote", f"block {missing[0]}, which was not lent with this lease")
+    chosen = np.flatnonzero(places != _NOT_COMPARED)
     local_run = np.searchsorted(matched.local_firsts, local_ids[chosen], side="right") - 1
-    local_block = local_ids[chosen].astype(np.int64) - matched.local_firsts[local_run]
-    local, order = [], []
-    for number in np.unique(local_run).tolist():
-        of_run = np.flatnonzero(local_run == number)
-        local.append((matched.local_runs[number], local_block[of_run]))
-        order.append(of_run)
+    order = np.argsort(local_run, kind="stable")
+    in_order = local_ids[chosen[order]].astype(np.int64)
+    numbers, starts = np.unique(local_run[order], return_index=True)
+    local = [
+        (matched.local_runs[number], of_run - matched.local_firsts[number])
+        for number, of_run in zip(numbers.tolist(), np.split(in_order, starts[1:]), strict=False)
+    ]
     return Compared(
-        regions=regions[chosen],
-        remote_blocks=blocks[chosen],
-        local=tuple(local),
-        order=np.concatenate(order) if order else np.empty(0, np.int64),
+        regions=regions[chosen], remote_blocks=blocks[chosen], places=places[chosen], local=tuple(local), order=order
     )
+
+
+def _places(read: Numbers, of_lease: Numbers, *, sampled: bool) -> Numbers:
+    """Of each block that is read, which of `of_lease` it is, if that is compared. Tables by block number, because the
+    same blocks are read in each region."""
+    place_of = np.full(read.max() + 1, _NOT_COMPARED)
+    is_known = (of_lease >= 0) & (of_lease < place_of.size)
+    place_of[of_lease[is_known]] = np.flatnonzero(is_known)
+    if sampled:
+        is_read = np.zeros(place_of.size, bool)
+        is_read[read] = True
+        is_sample = np.zeros_like(is_read)
+        is_sample[spread(np.flatnonzero(is_read & (place_of != _NOT_COMPARED)))] = True
+        place_of[~is_sample] = _NOT_COMPARED
+    return place_of[read]
 
 
 def _firsts(runs: Iterable[MemoryRun]) -> Numbers:

@@ -71,7 +71,7 @@ def checks(
         source, of_source = sources[read.source], known[read.source]
         assert source.match is not None
         each = compared(source.match, read.local_ids, read.remote_ids, of_source.blocks, sampled=sampled)
-        found.append(Check(compared=each, known=of_source, match=source.match, regions=source.regions))
+        found.append(Check(compared=each, known=of_source, regions=source.regions))
     return tuple(found)
 
 

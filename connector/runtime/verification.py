@@ -34,10 +34,12 @@ ASKED_AGAIN_SECONDS = 0.01, 0.5
 
 
 class KnownSums(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """The checksums of a lease on one rank of P: `blocks` by cache group, `sums` by region, in the order of these."""
+    """The checksums of a lease on one rank of P: `blocks` by cache group; `sums` of one region after the other, each in
+    the order of its group's blocks, and where those of each region start."""
 
     blocks: tuple[Numbers, ...]
-    sums: tuple[Numbers, ...]
+    sums: Numbers
+    starts: Numbers
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -45,7 +47,6 @@ class Check(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     compared: Compared
     known: KnownSums
-    match: Match
     regions: tuple[str, ...]
     """Names of P's regions."""
 
@@ -59,7 +60,7 @@ def known_sums(sent: LeaseSums, matched: Match) -> KnownSums:
     flat = np.frombuffer(sent.sums, "<i8").astype(np.int64)
     if flat.size != sum(counts):
         raise DecodeFailed(f"{flat.size} checksums of {sum(counts)} blocks")
-    return KnownSums(blocks=blocks, sums=tuple(np.split(flat, np.cumsum(counts)[:-1])))
+    return KnownSums(blocks=blocks, sums=flat, starts=np.cumsum([0, *counts], dtype=np.int64))
 
 
 def stretches(runs: Iterable[tuple[MemoryRun, Numbers]]) -> tuple[Stretch, ...]:
@@ -92,20 +93,11 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     compared: int
 
 
-def difference(compared: Compared, found: Numbers, known: KnownSums, matched: Match) -> Difference | None:
+def difference(compared: Compared, found: Numbers, known: KnownSums) -> Difference | None:
     """`found`: sums of `compared.local`, one after another."""
     ours = np.empty_like(found)
     ours[compared.order] = found
-    theirs = np.empty_like(ours)
-    groups = np.array(matched.groups, np.int64)[compared.regions]
-    for group in np.unique(groups).tolist():
-        of_lease = known.blocks[group]
-        by_number = np.argsort(of_lease, kind="stable")
-        of_group = np.flatnonzero(groups == group)
-        places = by_number[np.searchsorted(of_lease, compared.remote_blocks[of_group], sorter=by_number)]
-        for region in np.unique(compared.regions[of_group]).tolist():
-            of_region = compared.regions[of_group] == region
-            theirs[of_group[of_region]] = known.sums[region][places[of_region]]
+    theirs = known.sums[known.starts[compared.regions] + compared.places]
     wrong = np.flatnonzero(ours != theirs)
     if not wrong.size:
         return None
@@ -122,7 +114,7 @@ def failure_of(check: Check, found: SumsFound, *, peer: str, address: str, lease
     """Why what a READ has left does not pass; None: it is what was lent. `found`: sums of `check.compared.local`."""
     if found.error is not None:
         return ActorCrashed(actor="checksums", error=found.error)
-    differs = difference(check.compared, found.sums, check.known, check.match)
+    differs = difference(check.compared, found.sums, check.known)
     if differs is None:
         return None
     return Corrupt(

@@ -302,7 +302,7 @@ def test_what_was_read_is_compared_block_by_block() -> None:
     assert each.regions.size == 3 * LAYERS
 
     def differs() -> Any:
-        return difference(each, BlockSums([d.memory]).of(stretches(each.local)), known, matched)
+        return difference(each, BlockSums([d.memory]).of(stretches(each.local)), known)
 
     assert differs() is None
     for region in range(LAYERS):
