@@ -298,9 +298,9 @@ class ReceiveEnded(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SendEnded(msgspec.Struct, frozen=True, kw_only=True):
-    """A lease ended; the blocks of this request may be freed. `expired`: not all its readers had read them."""
+    """A lease ended; the blocks of its request may be freed. `expired`: not all its readers had read them."""
 
-    request_id: str
+    lease: LeaseName
     expired: bool
 
 

@@ -15,7 +15,9 @@ so many messages, or so many leases that they name. The task of the control sock
 comes round, so ZMQ's own bound holds for those who send more. Each message is charged to who sent it
 (`Listener.charge`): its length before it is looked at, and then what it asks for, a question when it has been answered.
 
-A bug costs the one message that it occurs with, or the one effect. It is logged with its traceback.
+A bug costs the one message that it occurs with, or the one effect. It is logged with its traceback. If that was a grant
+or the end of a lease, nobody would ever tell the engine to take its blocks back. So a book is kept of what it is owed
+(`_owed`), and an end that does not come in twice the time that the core may take is made up.
 """
 
 from __future__ import annotations
@@ -88,6 +90,10 @@ def lending_limits(options: ConnectorOptions, *, ids_repeat: bool = False) -> Le
     )
 
 
+class LostEnd(Exception):
+    """A bug of ours: the core has said nothing of a lease for longer than one may last."""
+
+
 class LeaseKeeper:
     """See the module's docstring. All methods are called in the trio thread.
 
@@ -137,6 +143,12 @@ class LeaseKeeper:
         self.late_releases = 0
         # Checksums of what is lent now.
         self._sums: dict[LeaseName, bytes] = {}
+        # By request id, as the engine tells them apart: the leases whose end it waits for.
+        self._owed: dict[str, LeaseName] = {}
+        # And of these, those whose end it waited for at the last look; when the next look is, and how long after.
+        self._owed_before: dict[str, LeaseName] = {}
+        self._look_ns = 2 * to_ns(max(worker.options.lease_limit_seconds, worker.options.decoder_kv_blocks_ttl))
+        self._looks_ns = 0
 
     def leases(self) -> tuple[Lease, ...]:
         """What is lent now, oldest first."""
@@ -150,8 +162,13 @@ class LeaseKeeper:
 
     def deliver(self, command: LeaseCommand) -> None:
         """Take a command of the engine's scheduler. Never refused."""
-        if isinstance(command, LeaseGranted) and command.sums is not None:
-            self._sums[command.lease] = command.sums
+        match command:
+            case LeaseGranted(lease=lease, sums=sums):
+                self._owed[lease.request_id] = lease
+                if sums is not None:
+                    self._sums[lease] = sums
+            case LeaseComputing(lease=lease):  # of an earlier request of this id the engine waits for nothing
+                self._owed.pop(lease.request_id, None)
         self._inbox.put(_command_event(command))
 
     def leave_now(self) -> None:
@@ -175,7 +192,12 @@ class LeaseKeeper:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(keep_running, "control socket", self._serve_control, self._log_crash)
             while True:
-                await self._inbox.wait(seconds_until(self._core.next_deadline(), self._clock.now_ns()))
+                now_ns, next_ns = self._clock.now_ns(), self._core.next_deadline()
+                if self._looks_ns <= now_ns:
+                    self._end_overdue(now_ns)
+                if next_ns is None or next_ns > self._looks_ns:
+                    next_ns = self._looks_ns
+                await self._inbox.wait(seconds_until(next_ns, now_ns))
                 self._named_in_turn = 0
                 for _ in range(MESSAGES_PER_TURN_MAX):
                     if (message := self._inbox.take_one()) is None:
@@ -185,6 +207,17 @@ class LeaseKeeper:
                         break
                 self._step(self._core.advance)
                 self._catch_up()
+
+    def _end_overdue(self, now_ns: int) -> None:
+        """What was owed at the last look already, and is still, was lost. The core may have heard of a grant later than
+        this book did, and counts from there: hence twice the time between two looks."""
+        for request_id, lease in self._owed_before.items():
+            if self._owed.get(request_id) == lease:
+                self._log_crash("lease keeper", LostEnd(f"the end of the lease of request {request_id} was lost"))
+                self._end(lease, expired=True)
+                self._sums.pop(lease, None)
+        self._owed_before = dict(self._owed)
+        self._looks_ns = now_ns + self._look_ns
 
     async def _serve_control(self) -> None:
         control = self._control
@@ -278,7 +311,7 @@ class LeaseKeeper:
                 self._answer(reply_to, LeaveTaken(leases=open_leases))
             case lending.FreeBlocks(lease=lease, expired=expired):
                 self._catch_up()
-                self._emit(SendEnded(request_id=lease.request_id, expired=expired))
+                self._end(lease, expired=expired)
             case lending.ForgetLease(lease=lease):
                 self._sums.pop(lease, None)
             case lending.WatchNotifications(is_expected=is_expected):
@@ -289,6 +322,10 @@ class LeaseKeeper:
                 self._log_failure(f"lease of {request_id}", ConsumerUnknown(sender=sender, request_id=request_id))
             case _:
                 assert_never(effect)
+
+    def _end(self, lease: LeaseName, *, expired: bool) -> None:
+        self._emit(SendEnded(lease=lease, expired=expired))
+        self._owed.pop(lease.request_id, None)
 
     def _sums_frames(self, asked: wire.AskSums) -> tuple[bytes, ...]:
         """The answer; empty: there is none."""

@@ -596,8 +596,8 @@ class PeerActor:
 
     def _lift_quarantine(self, effect: core.LiftQuarantine) -> None:
         pull = self._pulls.pop(effect.request_id)
-        self._tell_roster(roster.QuarantineEnded(key=self._key, request_id=effect.request_id))
         self._context.emit(QuarantineLifted(local_block_ids=pull.command.local_block_ids))
+        self._tell_roster(roster.QuarantineEnded(key=self._key, request_id=effect.request_id))
 
     def _pass_to_successor(self, effect: core.PassToSuccessor) -> None:
         command = effect.event.message

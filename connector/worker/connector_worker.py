@@ -521,7 +521,7 @@ class ConnectorWorker:
             match command:
                 case LeaseGranted(lease=lease):
                     self.ledger.enter(command)
-                    self.ledger.record(SendEnded(request_id=lease.request_id, expired=False))
+                    self.ledger.record(SendEnded(lease=lease, expired=False))
                 case StartPull() | RejectPull():
                     self.ledger.enter(command)
                     self.ledger.refuse(command, "its rank holds a copy of another one's KV, and reads nothing")

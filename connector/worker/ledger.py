@@ -45,6 +45,7 @@ from connector.step_metadata import WorkerReport
 from connector.wire.bounded import shorten
 from connector.worker.finishing import Loaded
 from statemachine.failures import ConnectorStopped, Failure
+from statemachine.lease import LeaseName
 from statemachine.lending import end_without_core_ns
 
 _Figures = ParamSpec("_Figures")
@@ -76,8 +77,9 @@ class TransferLedger:
         """What is to be summed, as `take_results` found."""
         # By request id, what vLLM has parked until its KV is here, with the blocks of each group.
         self._open_receives: dict[str, tuple[list[int], ...]] = {}
-        # And whose blocks it keeps until it is told that they were read: since when, and for what fixed time.
-        self._open_sends: dict[str, tuple[int, int | None]] = {}
+        # And whose blocks it keeps until it is told that they were read: by which lease, since when, and for what fixed
+        # time. Clients' ids may come again (`ids_repeat`), and the end of an earlier lease is late when our thread is.
+        self._open_sends: dict[str, tuple[LeaseName, int, int | None]] = {}
         # Requests in the scheduler's queue whose leases the actors keep alive.
         self._tracked: set[str] = set()
         self._dead_since_ns: int | None = None
@@ -106,7 +108,7 @@ class TransferLedger:
                 self._open_sends.pop(lease.request_id, None)
             case LeaseGranted(lease=lease, fixed_seconds=seconds):
                 fixed_ns = None if seconds is None else to_ns(seconds)
-                self._open_sends[lease.request_id] = (self._clock.now_ns(), fixed_ns)
+                self._open_sends[lease.request_id] = (lease, self._clock.now_ns(), fixed_ns)
             case _:
                 pass
 
@@ -152,9 +154,9 @@ class TransferLedger:
             match event:
                 case ReceiveEnded():
                     self._end_receive(event, results)
-                case SendEnded(request_id=request_id):
-                    del self._open_sends[request_id]
-                    results.finished_sending.add(request_id)
+                case SendEnded(lease=lease):
+                    del self._open_sends[lease.request_id]
+                    results.finished_sending.add(lease.request_id)
                 case QuarantineLifted(local_block_ids=block_ids):
                     self._report.lifted.append(block_ids)
                     self._has_news = True
@@ -221,9 +223,9 @@ class TransferLedger:
             self._events.append(
                 ReceiveEnded(request_id=request_id, failure=failure, local_block_ids=block_ids, quarantined=True)
             )
-        for request_id, (granted_ns, fixed_ns) in self._open_sends.items():
+        for lease, granted_ns, fixed_ns in self._open_sends.values():
             if now_ns >= end_without_core_ns(granted_ns, fixed_ns, self._dead_since_ns, self._lease_ns):
-                self._events.append(SendEnded(request_id=request_id, expired=True))
+                self._events.append(SendEnded(lease=lease, expired=True))
 
     # --- inside -------------------------------------------------------------------------------------------------
 
@@ -240,12 +242,14 @@ class TransferLedger:
             self._has_news = True
 
     def _is_repeated(self, event: WorkerEvent) -> bool:
-        """Whether vLLM was told already: when the actors died, what was open was ended on their behalf."""
+        """Whether vLLM was told already: when the actors died, what was open was ended on their behalf; or waits for
+        it no longer."""
         match event:
             case ReceiveEnded(request_id=request_id):
                 return request_id not in self._open_receives
-            case SendEnded(request_id=request_id):
-                return request_id not in self._open_sends
+            case SendEnded(lease=lease):
+                known = self._open_sends.get(lease.request_id)
+                return known is None or known[0] != lease
             case _:
                 return False
 

@@ -248,7 +248,7 @@ class Engine:
         return found[0] if found else None
 
     def sent(self, request_id: str) -> SendEnded | None:
-        found = [o for o in self.events if isinstance(o, SendEnded) and o.request_id == request_id]
+        found = [o for o in self.events if isinstance(o, SendEnded) and o.lease.request_id == request_id]
         assert len(found) <= 1, f"{request_id} was freed {len(found)} times"
         return found[0] if found else None
 

@@ -14,8 +14,11 @@ import trio
 from connector.config import ConnectorOptions
 from connector.protocol import StartPull
 from connector.runtime.connections import Connections
+from connector.runtime.lease_keeper import LeaseKeeper, LostEnd
 from connector.runtime.peer_actor import PeerActor
 from connector.runtime.supervisor import Supervisor
+from statemachine import lending
+from statemachine.lending import Lending
 from tests.actors.engines import Engine, engine, read, until
 from tests.actors.test_pull import run
 
@@ -175,3 +178,40 @@ def test_a_connection_that_is_not_listened_to_is_taken_back(monkeypatch: pytest.
             await is_read_again(d, p)
 
     run(test)
+
+
+LENDS_FOR = 0.4
+LENT_BRIEFLY = ConnectorOptions(kv_lease_duration=0.1, lease_limit_seconds=LENDS_FOR, decoder_kv_blocks_ttl=LENDS_FOR)
+
+
+@pytest.mark.parametrize("lost", ["a grant", "the end"])
+def test_an_end_that_is_lost_is_made_up_when_no_reader_can_believe_in_the_lease(
+    monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    async def test() -> None:
+        async with engine("p", options=LENT_BRIEFLY) as p:
+            with monkeypatch.context() as patch:
+                if lost == "a grant":
+                    raised = breaks(patch, Lending, "handle", when=is_a_grant)
+                else:
+                    raised = breaks(patch, LeaseKeeper, "_execute", when=is_an_end)
+                began = trio.current_time()
+                p.lend("a")
+                await until(lambda: p.sent("a"))
+            assert raised
+            assert trio.current_time() - began >= 2 * LENDS_FOR
+            assert any(isinstance(error, LostEnd) for _, error in p.crashes)
+            p.lend("b")
+            await until(lambda: p.sent("b"))
+            await trio.sleep(4 * LENDS_FOR)
+            assert sum(isinstance(error, LostEnd) for _, error in p.crashes) == 1
+
+    run(test)
+
+
+def is_a_grant(*arguments: Any) -> bool:
+    return any(isinstance(each, lending.Granted) for each in arguments)
+
+
+def is_an_end(*arguments: Any) -> bool:
+    return any(isinstance(each, lending.FreeBlocks) for each in arguments)

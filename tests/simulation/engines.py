@@ -299,7 +299,7 @@ class PrefillEngine(Engine):
     def hear(self, tp_rank: int, event: WorkerEvent) -> None:
         if isinstance(event, SendEnded):
             now_ns = self.process.ranks[tp_rank].clock.now_ns()
-            if not self.around.oracles.free(self.owner, event.request_id, tp_rank, now_ns, expired=event.expired):
+            if not self.around.oracles.free(self.owner, event.lease.request_id, tp_rank, now_ns, expired=event.expired):
                 return
         super().hear(tp_rank, event)
 
@@ -308,12 +308,12 @@ class PrefillEngine(Engine):
         if isinstance(event, WorkerStopped):
             self.process.stop_serving(event.reason)
         elif isinstance(event, SendEnded):
-            still_lending = self._still_lending[event.request_id]
+            still_lending = self._still_lending[event.lease.request_id]
             still_lending.discard(tp_rank)
             if not still_lending:
-                del self._still_lending[event.request_id]
+                del self._still_lending[event.lease.request_id]
                 self.lent_prefills -= 1
-                self.give(self._blocks.pop(event.request_id))
+                self.give(self._blocks.pop(event.lease.request_id))
 
     def crash(self) -> None:
         self.around.oracles.forget_leases(self.owner)

@@ -157,7 +157,7 @@ def test_what_nobody_waits_for_is_not_told() -> None:
     book, _ = ledger()
     book.enter(release_unread("a"))
     book.record(ended("a", []))
-    book.record(SendEnded(request_id="never lent", expired=False))
+    book.record(SendEnded(lease=LeaseName("never lent", 1), expired=False))
     results = book.take_results()
     assert not results.finished_recving
     assert not results.finished_sending
@@ -256,10 +256,16 @@ def test_what_is_granted_after_the_death_of_the_actors_is_lent_for_one_lease_tim
 def test_a_request_id_that_is_used_again_waits_for_no_end_of_the_former_lease() -> None:
     book, _ = ledger()
     book.enter(LeaseGranted(lease=LeaseName("a", 1), blocks=1))
-    book.record(SendEnded(request_id="a", expired=True))
+    end = SendEnded(lease=LeaseName("a", 1), expired=True)
+    book.record(end)
     book.enter(LeaseComputing(lease=LeaseName("a", 2)))
     assert not book.is_open
     assert book.take_results().finished_sending == set(), "vLLM would free the blocks of the other request"
+    book.enter(LeaseGranted(lease=LeaseName("a", 2), blocks=1))
+    book.record(end)
+    assert book.take_results().finished_sending == set()
+    book.record(SendEnded(lease=LeaseName("a", 2), expired=False))
+    assert book.take_results().finished_sending == {"a"}
 
 
 def test_the_death_of_the_actors_is_reported_until_it_is_taken_and_then_no_more() -> None:

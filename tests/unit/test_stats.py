@@ -43,6 +43,7 @@ from connector.protocol import (
 from connector.runtime.figures import Figures
 from connector.scheduler.engine_figures import EngineFigures
 from statemachine.failures import AbortedByClient, DeadlineExceeded, Failure, LeaseNotProven, Quarantined
+from statemachine.lease import LeaseName
 from tests.unit.test_ledger import SettableClock
 
 MIB = 2**20
@@ -81,7 +82,7 @@ COUNTED_IN: list[tuple[WorkerEvent, dict[str, Any]]] = [
         received(STUCK, quarantined=True),
         {"counts": {"failed_receives|Quarantined": 1, "quarantined_receives": 1}},
     ),
-    (SendEnded(request_id="r", expired=True), {"counts": {"vllm:nixl_num_kv_expired_reqs": 1}}),
+    (SendEnded(lease=LeaseName("r", 1), expired=True), {"counts": {"vllm:nixl_num_kv_expired_reqs": 1}}),
     (
         measured(),
         {
@@ -93,7 +94,7 @@ COUNTED_IN: list[tuple[WorkerEvent, dict[str, Any]]] = [
             }
         },
     ),
-    (SendEnded(request_id="r", expired=False), {}),
+    (SendEnded(lease=LeaseName("r", 1), expired=False), {}),
     (WorkerStopped(reason="its actors died"), {}),
     (QuarantineLifted(local_block_ids=[1]), {}),
 ]
@@ -236,7 +237,7 @@ def test_the_periodic_line_of_vllm_shows_the_figures_of_the_interval() -> None:
 
 def lending() -> ConnectorStats:
     """Of a step of an engine whose leases are held and released, and which reads nothing."""
-    stats = stats_of(SendEnded(request_id="r", expired=False))
+    stats = stats_of(SendEnded(lease=LeaseName("r", 1), expired=False))
     stats.count(catalogue.TRANSITIONS.key("lease", "done", catalogue.OTHER), 1)
     stats.sample(catalogue.STATE_SECONDS.key("lease", "held"), 0.1)
     stats.set_gauges({catalogue.UP.key(): 1})
@@ -283,7 +284,8 @@ def test_shared_figures_of_the_periodic_line_agree_with_the_built_in_connector()
     builtin.record_failed_handshake()
     builtin.record_kv_expired_req()
     stats = stats_of(
-        *(measured(s, mebibytes=m, descriptors=d) for s, m, d in TRANSFERS), SendEnded(request_id="r", expired=True)
+        *(measured(s, mebibytes=m, descriptors=d) for s, m, d in TRANSFERS),
+        SendEnded(lease=LeaseName("r", 1), expired=True),
     )
     add_noted(stats, lambda figures: figures.note_failed(catalogue.HANDSHAKES_FAILED))
     ours = stats.reduce()
@@ -358,7 +360,7 @@ def test_metrics_of_the_built_in_connector_have_its_names_buckets_and_values() -
             add_noted(ours, note)
     for _ in range(5):
         builtin.record_kv_expired_req()
-        ours.add(SendEnded(request_id="r", expired=True))
+        ours.add(SendEnded(lease=LeaseName("r", 1), expired=True))
     builtin_metrics.observe(builtin.data)
     metrics.observe(across_processes(ours))
 

@@ -24,6 +24,7 @@ from connector.runtime.reads import Reads
 from connector.runtime.supervisor import Supervisor
 from connector.scheduler.kept_blocks import KeptBlocks
 from connector.worker.connector_worker import ConnectorWorker
+from connector.worker.ledger import TransferLedger
 from statemachine import grant
 from statemachine.agents import Agents
 from statemachine.loads import Loads
@@ -236,6 +237,30 @@ ACTORS = (
         broken="a request that its core has ended, and whose report raises, is never reported",
         changes=(Edit(PeerActor.recover, "self._report_lost(failure)", "pass"),),
         place=ByTest("tests/actors/test_mistakes.py::test_a_report_that_raises_is_made_once_more"),
+    ),
+    Mutant(
+        name="a lost end is not missed",
+        row=31,
+        broken="a bug over a grant costs its blocks until the engine is started again",
+        changes=(Edit(LeaseKeeper._end_overdue, "self._owed_before = dict(self._owed)", "pass"),),
+        place=ByTest(
+            "tests/actors/test_mistakes.py::test_an_end_that_is_lost_is_made_up_when_no_reader_can_believe_in_the_lease"
+        ),
+    ),
+    Mutant(
+        name="the end of an earlier lease ends its successor",
+        row=53,
+        broken="the late end of a lease frees the blocks of the next request of that id",
+        changes=(
+            Edit(
+                TransferLedger._is_repeated,
+                "return known is None or known[0] != lease",
+                "return known is None",
+            ),
+        ),
+        place=ByTest(
+            "tests/unit/test_ledger.py::test_a_request_id_that_is_used_again_waits_for_no_end_of_the_former_lease"
+        ),
     ),
     Mutant(
         name="whom nobody could admit stays known",
@@ -683,8 +708,8 @@ KEEPER = (
         broken="the engine never hears that a lease has ended",
         changes=(
             Edit(
-                LeaseKeeper._execute,
-                "self._emit(SendEnded(request_id=lease.request_id, expired=expired))",
+                LeaseKeeper._end,
+                "self._emit(SendEnded(lease=lease, expired=expired))",
                 "pass",
             ),
         ),
@@ -695,7 +720,7 @@ KEEPER = (
         row=53,
         broken="ends of leases name a request that the engine does not know",
         changes=(
-            Edit(LeaseKeeper._execute, "SendEnded(request_id=lease.request_id,", "SendEnded(request_id=str(lease),"),
+            Edit(LeaseKeeper._end, "SendEnded(lease=lease,", "SendEnded(lease=lease._replace(request_id=str(lease)),"),
         ),
         place=level2("free once"),
     ),

@@ -547,9 +547,9 @@ class VllmEngine:
             case ReceiveEnded(request_id=request_id, failure=failure):
                 self.around.oracles.report(request_id, tp_rank, failure)
                 self._requests.cover("quarantine", event.quarantined)
-            case SendEnded(request_id=request_id, expired=expired):
+            case SendEnded(lease=lease, expired=expired):
                 now_ns = self.process.ranks[tp_rank].clock.now_ns()
-                self.around.oracles.free(self.owner, request_id, tp_rank, now_ns, expired=expired)
+                self.around.oracles.free(self.owner, lease.request_id, tp_rank, now_ns, expired=expired)
             case _:
                 pass
         self._heard[tp_rank].append(event)
