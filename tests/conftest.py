@@ -7,10 +7,15 @@ terminated run (`kill`, a CI time limit) ends like an interrupted one: fixtures 
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 TESTS = Path(__file__).parent
 
@@ -38,3 +43,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return rank, item.get_closest_marker("e2e") is not None, item.get_closest_marker("slow") is not None
 
     items.sort(key=cost)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:
+    """Of an engine of one rank, whose process groups this process has meanwhile."""
+    # Here, because tests/gpu runs without vLLM.
+    from tests.unit.vllm_setup import engine_config, single_rank, write_model
+
+    config = engine_config(write_model(tmp_path_factory.mktemp("model")))
+    with single_rank(config, tmp_path_factory.mktemp("rendezvous")):
+        yield config

@@ -35,7 +35,7 @@ from tests.rig import BUILTIN, OURS, EngineOptions, EngineRig, RequestSpec, free
 from tests.rig.accelerator import DEVICE_TYPE, copy_blocks
 from tests.rig.listener import make_listener_thread
 from tests.unit.cache_families import FAMILIES, make_caches
-from tests.unit.vllm_setup import allow_kernel_block_size, engine_config, single_rank, write_model
+from tests.unit.vllm_setup import allow_kernel_block_size
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -173,13 +173,6 @@ class Kind:
     """False: NIXL gets the device's own memory."""
     block_tokens: int = 64
     kernel_block_tokens: int | None = None
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:
-    config = engine_config(write_model(tmp_path_factory.mktemp("model")))
-    with single_rank(config, tmp_path_factory.mktemp("rendezvous")):
-        yield config
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@ and an engine that neither serves nor ends is not started again by anybody."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,14 +19,7 @@ from connector.worker.connector_worker import ConnectorWorker
 from statemachine.granting import LentCounts
 from tests.rig.listener import one_rank
 from tests.rig.network import free_port
-from tests.unit.vllm_setup import allocate, attention_spec, cache_config, engine_config, single_rank, write_model
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:
-    config = engine_config(write_model(tmp_path_factory.mktemp("model")))
-    with single_rank(config, tmp_path_factory.mktemp("rendezvous")):
-        yield config
+from tests.unit.vllm_setup import allocate, attention_spec, cache_config
 
 
 @pytest.fixture

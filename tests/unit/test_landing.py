@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,18 +22,8 @@ from tests.unit.vllm_setup import (
     allocate,
     attention_spec,
     cache_config,
-    engine_config,
     layer_name,
-    single_rank,
-    write_model,
 )
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:
-    config = engine_config(write_model(tmp_path_factory.mktemp("model")))
-    with single_rank(config, tmp_path_factory.mktemp("rendezvous")):
-        yield config
 
 
 def permutation(*tables: list[int], chunks: int = 1, heads_first: bool = True) -> Permutation:

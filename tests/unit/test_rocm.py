@@ -34,18 +34,8 @@ from tests.unit.vllm_setup import (
     KV_HEADS,
     attention_layers,
     attention_spec,
-    engine_config,
     layer_name,
-    single_rank,
-    write_model,
 )
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:
-    config = engine_config(write_model(tmp_path_factory.mktemp("model")))
-    with single_rank(config, tmp_path_factory.mktemp("rendezvous")):
-        yield config
 
 
 def worker_of(family: str, config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> ConnectorWorker:

@@ -19,16 +19,9 @@ from connector.ports.nixl_agent import RealNixlPort
 from connector.ports.nixl_agent import thread as agent_thread
 from connector.worker.connector_worker import ConnectorWorker
 from tests.unit.log_lines import Lines, listening
-from tests.unit.vllm_setup import allocate, attention_spec, cache_config, engine_config, single_rank, write_model
+from tests.unit.vllm_setup import allocate, attention_spec, cache_config
 
 RELEASE_SECONDS = 60.0
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:
-    config = engine_config(write_model(tmp_path_factory.mktemp("model")))
-    with single_rank(config, tmp_path_factory.mktemp("rendezvous")):
-        yield config
 
 
 class SlowNixl:

@@ -3,7 +3,7 @@ it does with the cache before them needs none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,23 +25,13 @@ from tests.unit.vllm_setup import (
     attention_layers,
     attention_spec,
     cache_config,
-    engine_config,
     layer_name,
-    single_rank,
-    write_model,
 )
 
 LAYERS = 2
 TYPES = {"int8_per_token_head": torch.int8, "fp8_per_token_head": torch.uint8, "int4_per_token_head": torch.uint8}
 SHARING = layer_name(LAYERS)
 """Has no cache of its own: that of the first layer."""
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:
-    config = engine_config(write_model(tmp_path_factory.mktemp("model")))
-    with single_rank(config, tmp_path_factory.mktemp("rendezvous")):
-        yield config
 
 
 class Engine:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -20,23 +20,13 @@ from tests.unit.vllm_setup import (
     HEAD_SIZE,
     KV_HEADS,
     attention_layers,
-    engine_config,
     layer_name,
-    single_rank,
-    write_model,
 )
 
 LAYERS = 2
 PRESET = "turboquant_4bit_nc"
 
 Engine = Callable[..., Rank]
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmConfig]:
-    config = engine_config(write_model(tmp_path_factory.mktemp("model")))
-    with single_rank(config, tmp_path_factory.mktemp("rendezvous")):
-        yield config
 
 
 @pytest.fixture
