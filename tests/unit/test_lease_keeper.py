@@ -163,8 +163,8 @@ class Rank:
     def ended(self) -> dict[str, bool]:
         """By request id: whether it expired."""
         ended = [each for each in self.events if isinstance(each, SendEnded)]
-        assert len({each.request_id for each in ended}) == len(ended), "a lease has ended twice"
-        return {each.request_id: each.expired for each in ended}
+        assert len({each.lease.request_id for each in ended}) == len(ended), "a lease has ended twice"
+        return {each.lease.request_id: each.expired for each in ended}
 
     def renewals(self) -> int:
         return sum(event == "Renewed" for _, event, _ in self.steps)
