@@ -273,11 +273,16 @@ class Loads:
         load = self._loads.get(request_id)
         return load is not None and (load.is_released or (load.lease is not None and load.lease in self._taken))
 
+    def would_load(self, request_id: str) -> bool:
+        """Whether a request may load, once it is its turn and has room."""
+        return self._state(request_id) is State.QUEUED and not self._are_suspended and not self.is_taken(request_id)
+
     # --- the queue --------------------------------------------------------------------------------------------------
 
     def _answer(self, asked: Asked) -> Answer:
         request_id = asked.request_id
         before = self._state(request_id)
+        loads = asked.pays and self.would_load(request_id)
         is_suspended = asked.pays and self._are_suspended
         is_taken = asked.pays and self.is_taken(request_id)
         self._step(request_id, machine.Asked(is_suspended=is_suspended, is_taken=is_taken))
@@ -288,7 +293,7 @@ class Loads:
             return Answer.LET_PASS
         if self._lets_pass and before is not State.TO_COMPUTE:
             return Answer.LET_PASS
-        if before is not State.QUEUED or not asked.pays or is_suspended or is_taken:
+        if not loads:
             return Answer.COMPUTE
         if self._shares and self._is_waited_for(self._loads[request_id].lease):
             return Answer.LET_PASS

@@ -382,6 +382,8 @@ class PeerActor:
                         self._resolve_blocks(effect)
                     case core.PostReads():
                         self._post_reads(effect)
+                    case core.WithdrawReads(request_id=request_id):
+                        self._context.reads.withdraw(self.core.engine_id, request_id)
                     case core.CheckRead():
                         self._check_read(effect)
                     case core.TearDown():

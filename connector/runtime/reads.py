@@ -1,12 +1,12 @@
 """READs and remote agents: everything that the actors of one rank share of the NIXL port.
 
 Every `ReadOrder` is answered by exactly one `ReadEnded` event: when the port reported its end, when it was refused, or
-when nobody wanted it any more by the time its turn came. What an end means is for the core to say.
+when it was withdrawn, or not wanted any more by the time its turn came. What an end means is for the core to say.
 
 Requests take turns of DESCRIPTORS_PER_TURN, first come, first served, and little is ordered ahead of the port: posting
 may copy a whole READ (CMA), so a large request or a burst from one peer must not fill the agent's queue in front of
-everything else, and an order that is given up early costs nothing. There is no task in between: whoever orders posts,
-and so does the event that ends somebody's turn.
+everything else, and an order that is withdrawn before its turn has come costs nothing. There is no task in between:
+whoever orders posts, and so does the event that ends somebody's turn.
 
 Agents are shared: two actors may talk to the same built-in engine, which different requests describe with different
 sizes. Who stands on which, and when it is removed, is the matter of `statemachine/agents.py`.
@@ -122,8 +122,10 @@ class Reads:
         self._on_unreachable = on_unreachable
         self._on_broken = on_broken
         self._log_crash = log_crash
-        # The orders of each request, in the order of their turns; never empty.
+        # The orders of each request, in the order of their turns; empty if they were withdrawn. And by peer and request
+        # those that are not.
         self._waiting: deque[deque[ReadOrder]] = deque()
+        self._of_request: dict[tuple[str, str], deque[ReadOrder]] = {}
         self._left_of_turn = DESCRIPTORS_PER_TURN
         # Given to the port, whose thread may not have come to it, with its descriptors.
         self._ahead: dict[ReadHandle, int] = {}
@@ -151,7 +153,7 @@ class Reads:
 
     def waiting(self) -> list[str]:
         """Requests of whose READs some wait for their turn, in the order of turns."""
-        return [orders[0].request_id for orders in self._waiting]
+        return [orders[0].request_id for orders in self._waiting if orders]
 
     # --- for the handshake --------------------------------------------------------------------------------------
 
@@ -220,14 +222,33 @@ class Reads:
     def order(self, orders: Sequence[ReadOrder]) -> None:
         """Queue the READs of a request; the end of each comes through its `on_end`, perhaps before this returns."""
         if orders:
-            self._waiting.append(deque(orders))
+            of_request = deque(orders)
+            self._waiting.append(of_request)
+            self._of_request[orders[0].peer, orders[0].request_id] = of_request
+        self._post_next()
+
+    def withdraw(self, peer: str, request_id: str) -> None:
+        """Those of a request that wait for their turn are not posted, and end. Its own failure would wait for them
+        otherwise, as for READs that may still write."""
+        if (of_request := self._of_request.pop((peer, request_id), None)) is None:
+            return
+        orders = list(of_request)
+        of_request.clear()
+        for order in orders:
+            self._end(order, None, was_wanted=False)
         self._post_next()
 
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _post_next(self) -> None:
-        while self._waiting and self._has_room_for(self._waiting[0][0]):
-            self._post(self._take_next())
+        while self._waiting:
+            if not self._waiting[0]:  # withdrawn
+                self._waiting.popleft()
+                self._left_of_turn = DESCRIPTORS_PER_TURN
+            elif self._has_room_for(self._waiting[0][0]):
+                self._post(self._take_next())
+            else:
+                return
 
     def _has_room_for(self, order: ReadOrder) -> bool:
         if len(self._ahead) < ORDERS_AHEAD_MIN:
@@ -240,6 +261,8 @@ class Reads:
         of_request = self._waiting[0]
         order = of_request.popleft()
         self._left_of_turn -= order.local_ids.size
+        if not of_request:
+            del self._of_request[order.peer, order.request_id]
         if not of_request or self._left_of_turn < of_request[0].local_ids.size:
             self._waiting.popleft()
             self._left_of_turn = DESCRIPTORS_PER_TURN

@@ -7,6 +7,7 @@ cache_groups         which blocks of a request travel, group by group
 far_ends             blocks that vLLM frees with the last token of a prompt, and that D needs
 host_saves           which blocks a step writes that are staged on the host
 kept_blocks          blocks that are in quarantine or lent back, and who has no room beside them
+vllm_admission       how many blocks vLLM asks for before it begins a request
 beside_offloading    has `OffloadingConnector` copy blocks before KV is read into them
 prefix_digest        what a request begins with, as a text that two engines can compare
 draining             ending an engine without a request noticing

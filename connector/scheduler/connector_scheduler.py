@@ -56,6 +56,7 @@ from connector.scheduler.lends import Lends, wants_remote_decode
 from connector.scheduler.listener_thread import ListenerThread
 from connector.scheduler.pulls import Pulls, WaitingPull
 from connector.scheduler.request_spans import request_spans
+from connector.scheduler.vllm_admission import Admission
 from connector.staging import is_staged
 from connector.step_metadata import HandshakeMetadata, StepMetadata, WorkerReport
 from connector.versions import shown_version
@@ -112,6 +113,7 @@ class ConnectorScheduler:
         life: str,
     ) -> None:
         parallel = vllm_config.parallel_config
+        self._vllm_config = vllm_config
         self._options = options
         key_file = params_key_file(options)
         self._look_again = key_file.look_again if key_file is not None else None
@@ -145,7 +147,7 @@ class ConnectorScheduler:
         self._crashes = CrashCount()
         self._groups = CacheGroups(vllm_config, kv_cache_config)
         self._loads = Loads(shares=self._groups.are_shared)
-        self._kept = KeptBlocks(_step_slots(vllm_config))
+        self._kept = KeptBlocks()
         self._pulls = Pulls(vllm_config, self._groups, options, key_file, clock=clock, log_failure=self._log_failure)
         advertised = PeerAddress(
             engine_id=self._engine_id,
@@ -221,19 +223,20 @@ class ConnectorScheduler:
 
         None: ask again in the next step, after those that have to go first (`statemachine/loads.py`).
         """
-        pull: WaitingPull | None = None
-        count, loaded = 0, num_computed_tokens
+        count, pays = 0, False
         if (load := self._loads.queued.get(request.request_id)) is not None:
-            pull = load.source
+            pull: WaitingPull = load.source
             count = pull.tokens - num_computed_tokens
             is_end = self._groups.are_shared and count <= self._groups.tokens_not_found
             if is_end and self._loads.is_taken(load.request_id):
                 count = 0  # another request has loaded it, and P may have its blocks back
-            loaded = max(loaded, num_computed_tokens + count)
+            pays = count > 0 and self._tokens_to_compute(request, pull, count) >= pull.at_least
+        # vLLM does not hear what is said of a request that may not read the prefix cache.
+        loads = pays and self._loads.would_load(request.request_id) and not request.skip_reading_prefix_cache
         asked = Asked(
             request_id=request.request_id,
-            room=self._kept.room_for(request, loaded),
-            pays=pull is not None and count > 0 and self._tokens_to_compute(request, pull, count) >= pull.at_least,
+            room=self._kept.room_for(request, num_computed_tokens + count if loads else None),
+            pays=pays,
             num_tokens=request.num_tokens,
         )
         answer, effects = self._loads.ask(asked)
@@ -391,7 +394,7 @@ class ConnectorScheduler:
     def bind_cache_manager(self, manager: KVCacheManager) -> None:
         self._cache_manager = manager
         self._lends.bind(manager.block_pool)
-        self._kept.bind(manager)
+        self._kept.bind(manager.block_pool, Admission(self._vllm_config, manager))
         self._figures.note_pool(manager.block_pool.num_gpu_blocks)
         tell_offloading_of_reads()
 
@@ -503,13 +506,6 @@ class ConnectorScheduler:
             self._event_log.given_back(_distinct(report.lifted))
         for block_ids in report.lifted:
             self._kept.lift(block_ids)
-
-
-def _step_slots(vllm_config: VllmConfig) -> int:
-    """Slots that a request may take in a step that speculates: a token, its drafts, and what is written ahead."""
-    drafts: int = vllm_config.num_speculative_tokens
-    ahead: int = vllm_config.num_lookahead_tokens
-    return 1 + drafts + ahead if drafts else 0
 
 
 def _distinct(reported: Sequence[Sequence[int]]) -> int:

@@ -5,10 +5,7 @@
 
 vLLM takes for granted that what a request misses comes back when others end. One that needs more blocks than are left
 beside these waits for none of the others, and everybody behind it would wait with it: such a request is passed over
-until they are back (`statemachine/loads.py`). How many it needs is what vLLM itself asks for before it admits a
-request: windows and states have bounds of their own, and what it finds in the prefix cache is there already. Where
-steps speculate, vLLM begins no load without room for one of them beside it, and computes no prompt without slots for
-drafts behind it.
+until they are back (`statemachine/loads.py`). How many it needs is what vLLM asks for (`Admission`).
 """
 
 from __future__ import annotations
@@ -18,10 +15,11 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from connector.scheduler.cache_groups import NULL_BLOCK_ID
+from connector.scheduler.vllm_admission import Admission
 from statemachine.loads import Room
 
 if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.request import Request
 
 
@@ -29,18 +27,13 @@ class KeptBlocks:
     """See the module's docstring. Lives on the scheduler's thread. What is asked of each request that waits looks at
     counts, and does not go through all that is kept.
 
-    Args:
-        step_slots: that a request may take in a step that speculates; 0: none does.
-
     Attributes:
         quarantined: how many blocks, whatever the number of ranks. Asked for in every step.
     """
 
-    def __init__(self, step_slots: int = 0) -> None:
-        self._step_slots = step_slots
-        # Blocks. One too many for each group of states, which have room of their own for drafts.
-        self._for_a_step = 0
-        self._manager: KVCacheManager | None = None
+    def __init__(self) -> None:
+        self._pool: BlockPool | None = None
+        self._admission: Admission | None = None
         self.quarantined = 0
         # How many ranks keep each block out of the pool; and with them how many answers it is lent back of. Never 0.
         self._quarantined: Counter[int] = Counter()
@@ -57,20 +50,16 @@ class KeptBlocks:
     def is_none(self) -> bool:
         return not self._kept
 
-    def bind(self, manager: KVCacheManager) -> None:
-        """Who gives the engine's blocks to requests."""
-        self._manager = manager
-        if self._step_slots:
-            groups = manager.coordinator.single_type_managers
-            self._for_a_step = sum(-(-self._step_slots // each.block_size) for each in groups)
+    def bind(self, pool: BlockPool, admission: Admission) -> None:
+        """Where the engine's blocks are, and what requests need of them."""
+        self._pool, self._admission = pool, admission
 
     def quarantine(self, block_ids: Sequence[int]) -> None:
         """A rank has READs that may still write into these blocks."""
         self._quarantined.update(block_ids)
         self.quarantined = len(self._quarantined)
         self._kept.update(block_ids)
-        if self._manager is not None:
-            pool = self._manager.block_pool
+        if (pool := self._pool) is not None:
             pool.touch([pool.blocks[block_id] for block_id in block_ids])
 
     def lift(self, block_ids: Sequence[int]) -> None:
@@ -79,13 +68,15 @@ class KeptBlocks:
         _take_off(self._quarantined, block_ids)
         self.quarantined = len(self._quarantined)
         _take_off(self._kept, block_ids)
-        if self._manager is not None:
-            pool = self._manager.block_pool
+        if (pool := self._pool) is not None:
             pool.free_blocks([pool.blocks[block_id] for block_id in block_ids])
 
     def lend_back(self, request_id: str, tables: Iterable[Sequence[int]]) -> None:
-        """An answer is lent that has these blocks; vLLM keeps all of them until `end`, whatever part is lent."""
-        block_ids = {block_id for table in tables for block_id in table} - {NULL_BLOCK_ID}
+        """An answer is lent that has these blocks; vLLM keeps them until `end`, and all others that the request has."""
+        block_ids = {block_id for table in tables for block_id in table}
+        if self._admission is not None:
+            block_ids |= self._admission.blocks_of(request_id)
+        block_ids.discard(NULL_BLOCK_ID)
         self._of_answer[request_id] = block_ids
         self._kept.update(block_ids)
 
@@ -95,48 +86,24 @@ class KeptBlocks:
             for request_id in request_ids:
                 _take_off(self._kept, self._of_answer.pop(request_id, ()))
 
-    def room_for(self, request: Request, loaded: int) -> Room:
-        """Whether a request fits into what is left, once all that is not kept has come back. `loaded`: of how many of
-        its tokens the KV may be loaded or found here."""
+    def room_for(self, request: Request, loaded: int | None) -> Room:
+        """Whether a request fits into what is left, once all that is not kept has come back. `loaded` is as in
+        `Admission.needs`."""
         if self.is_none:
             return Room.ENOUGH
-        assert self._manager is not None
-        asked, held = _needed(self._manager, request, loaded)
-        if self._fits(asked, held, self._kept):
+        assert self._admission is not None
+        needs, blocks = self._admission.needs(request, loaded), self._admission.pool_blocks
+        if _fits(*needs, self._kept, blocks):
             return Room.ENOUGH
-        return Room.TAKEN_BY_LENT_BACK if self._fits(asked, held, self._quarantined) else Room.LACKING
-
-    def _fits(self, asked: int, held: Sequence[int], kept: Collection[int]) -> bool:
-        assert self._manager is not None
-        blocks: int = self._manager.block_pool.num_gpu_blocks
-        needed = asked + sum(block_id not in kept for block_id in held)
-        # vLLM asks for more than there are where a request has to wait for a step, whatever is kept.
-        if needed > blocks:
-            return True
-        return needed + self._for_a_step + len(kept) <= blocks - 1  # without the null block
+        return Room.TAKEN_BY_LENT_BACK if _fits(*needs, self._quarantined, blocks) else Room.LACKING
 
 
-def _needed(manager: KVCacheManager, request: Request, loaded: int) -> tuple[int, list[int]]:
-    """How many blocks a request asks the pool for; and those of its prefix that are not in the pool, because other
-    requests hold them or they are kept: they take their place, too."""
-    blocks, found, _ = manager.get_computed_blocks(request)
-    tokens = min(request.num_tokens, manager.max_model_len)
-    asked = min(
-        manager.coordinator.get_num_blocks_to_allocate(
-            request_id=request.request_id,
-            num_tokens=tokens,
-            new_computed_blocks=blocks.blocks,
-            num_encoder_tokens=0,
-            total_computed_tokens=computed,
-            num_local_computed_tokens=found,
-            num_tokens_main_model=tokens,
-            apply_admission_cap=True,
-            prefill_end=max(request.num_prompt_tokens, request.num_tokens - 1),
-        )
-        for computed in {found, max(found, loaded)}
-    )
-    prefix = {block.block_id: block for table in blocks.blocks for block in table if not block.is_null}
-    return int(asked), [number for number, block in prefix.items() if block.ref_cnt > 0]
+def _fits(asked: int, for_a_step: int, held: Sequence[int], kept: Collection[int], blocks: int) -> bool:
+    needed = asked + sum(block_id not in kept for block_id in held)
+    # vLLM asks for more than there are where a request has to wait for a step, whatever is kept.
+    if needed > blocks:
+        return True
+    return needed + for_a_step + len(kept) <= blocks - 1  # without the null block
 
 
 def _take_off(counts: Counter[int], block_ids: Iterable[int]) -> None:

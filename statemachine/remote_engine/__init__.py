@@ -104,6 +104,7 @@ from statemachine.remote_engine.messages import (
     TearDown,
     TornDown,
     Unwatched,
+    WithdrawReads,
 )
 from statemachine.remote_engine.views import ClaimView, EngineView, RequestView, WaitsFor
 
@@ -161,4 +162,5 @@ __all__ = (
     "TornDown",
     "Unwatched",
     "WaitsFor",
+    "WithdrawReads",
 )

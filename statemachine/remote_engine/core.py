@@ -72,6 +72,7 @@ from statemachine.remote_engine.messages import (
     TimerKey,
     TornDown,
     Unwatched,
+    WithdrawReads,
 )
 from statemachine.remote_engine.views import ClaimView, EngineView, RequestView, waits_for
 from statemachine.trace import Observer
@@ -369,6 +370,7 @@ class RemoteEngine:
                 case request.AskForProof():
                     self._ask_for_proof(after, now_ns)
                 case request.StartQuiesceTimer():
+                    self._outcome.effects.append(WithdrawReads(request_id=request_id))
                     self._timers.set(("quiesce", request_id), now_ns + self._limits.quiesce_ns)
                 case request.AwaitPeer():
                     self._timers.cancel(("quiesce", request_id))

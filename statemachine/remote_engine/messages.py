@@ -287,6 +287,12 @@ class PostReads(Effect, frozen=True, kw_only=True):
     connection: int
 
 
+class WithdrawReads(Effect, frozen=True, kw_only=True):
+    """Nobody wants the READs of this request any more: those that are not posted yet end now, as not wanted."""
+
+    request_id: str
+
+
 class CheckRead(Effect, frozen=True, kw_only=True):
     """All bytes of this READ are here: find out whether they are those that P has lent; feed ReadChecked."""
 
@@ -374,6 +380,7 @@ EngineEffect: TypeAlias = (
     StartHandshake
     | ResolveBlocks
     | PostReads
+    | WithdrawReads
     | CheckRead
     | TearDown
     | SendHold

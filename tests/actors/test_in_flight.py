@@ -15,7 +15,8 @@ import trio
 
 from connector.config import ConnectorOptions
 from connector.ports.nixl_agent.calls import Call
-from tests.actors.engines import Engine, engine, lease_of, parallel_engine, until
+from connector.protocol import AbortPull
+from tests.actors.engines import Engine, engine, lease_of, parallel_engine, read, until
 from tests.actors.test_parallel import fill, lend
 from tests.actors.test_peers import failure_of, forget, nobody, reads
 from tests.actors.test_pull import run
@@ -106,6 +107,31 @@ def test_reads_whose_turn_has_not_come_are_not_posted_after_a_failure() -> None:
             assert (await failure_of(d, "a")).kind == "TransferError"
             assert len(posted) == 2
             assert not d.by_head()[:, 6, 2:].any(), "a rank whose turn had not come was read"
+            assert d.crashes == []
+
+    run(test)
+
+
+def test_a_request_whose_turn_has_not_come_ends_without_it() -> None:
+    """Behind many READs it would be quarantined otherwise, and its engine taken for one that hangs."""
+
+    async def test() -> None:
+        async with engine("p", serves=True) as p, engine("d", descriptors_ahead_max=1) as d:
+            assert (await read(d, p, "warm")).failure is None
+            with held_up(d):
+                for block, name in enumerate(("first", "second", "third", "fourth"), start=2):
+                    p.lend(f"remote-{name}")
+                    d.pull(name, p, [block], [block])
+                await until(lambda: d.supervisor._reads.waiting() == ["third", "fourth"])
+                d.supervisor.deliver(AbortPull(request_id="third"))
+                ended = await until(lambda: d.received("third"))
+                assert not ended.quarantined
+                d.supervisor.deliver(AbortPull(request_id="first"))
+                await trio.sleep(UNEVENTFUL_SECONDS)
+                assert d.received("first") is None, "its READ may be posted"
+            for name in ("first", "second", "fourth"):
+                await until(lambda name=name: d.received(name))
+            assert [d.received(name).failure for name in ("second", "fourth")] == [None, None]  # type: ignore[union-attr]
             assert d.crashes == []
 
     run(test)

@@ -108,6 +108,7 @@ from statemachine.remote_engine import (
     TearDown,
     TornDown,
     Unwatched,
+    WithdrawReads,
 )
 from statemachine.remote_engine.claims import DRIFT_DIVISOR
 from tests.explore.product import LEAVING_GRACE_NS, TICK_NS, Cores, Product
@@ -1098,6 +1099,8 @@ class Turn:
                     )
                 for source in range(self._product.prefill_ranks):
                     self._set_read(request, rank, source, Read(ORDERED, connection))
+            case WithdrawReads():
+                pass  # whatever is ordered may end now, as not wanted; or be posted already
             case CheckRead(request_id=request_id, read=source, connection=connection):
                 request, rank = self._part_of(core, request_id)
                 read = self.requests[request].parts[rank].reads[source]

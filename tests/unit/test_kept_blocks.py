@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ from connector.step_metadata import WorkerReport
 from statemachine.load import State
 from statemachine.loads import Room
 from tests.rig.work import Counted
-from tests.unit.hybrid_engine import BLOCK_TOKENS, HybridEngine, full, state, tokens_of, window
+from tests.unit.hybrid_engine import BLOCK_TOKENS, HybridEngine, chunked, full, mla, state, tokens_of, window
 from tests.unit.log_lines import listening
 
 BLOCKS = 34
@@ -295,7 +296,7 @@ def asked(decode: HybridEngine, tokens: int, *, seed: int = 1) -> Request:
 
 def test_everything_fits_where_nothing_is_kept() -> None:
     decode, kept = engine()
-    assert kept.room_for(asked(decode, 11 * TOKENS), 0) is Room.ENOUGH, "vLLM refuses what is longer than the pool"
+    assert kept.room_for(asked(decode, 11 * TOKENS), None) is Room.ENOUGH, "vLLM refuses what is longer than the pool"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -304,12 +305,12 @@ def test_what_is_left_is_counted_once_for_all_ranks(ranks: int) -> None:
     for _ in range(ranks):
         kept.quarantine([1, 2, 3])
     assert kept.quarantined == 3
-    assert kept.room_for(asked(decode, 7 * TOKENS), 0) is Room.ENOUGH
-    assert kept.room_for(asked(decode, 7 * TOKENS + 1), 0) is Room.LACKING
+    assert kept.room_for(asked(decode, 7 * TOKENS), None) is Room.ENOUGH
+    assert kept.room_for(asked(decode, 7 * TOKENS + 1), None) is Room.LACKING
     for rank in range(ranks):
-        assert kept.room_for(asked(decode, 8 * TOKENS, seed=rank), 0) is Room.LACKING
+        assert kept.room_for(asked(decode, 8 * TOKENS, seed=rank), None) is Room.LACKING
         kept.lift([1, 2, 3])
-    assert kept.room_for(asked(decode, 8 * TOKENS, seed=2), 0) is Room.ENOUGH
+    assert kept.room_for(asked(decode, 8 * TOKENS, seed=2), None) is Room.ENOUGH
 
 
 def test_blocks_of_two_answers_are_lent_back_until_both_have_ended() -> None:
@@ -339,15 +340,100 @@ def test_what_it_finds_cached_is_there_already_only_where_that_is_kept(holder: s
     kept.lend_back("answer", [cached if holder == "who lends it back" else others[:4]])
     if holder != "nobody":
         pool.touch(found)
-    assert kept.room_for(request, 0) is (Room.ENOUGH if fits else Room.TAKEN_BY_LENT_BACK)
+    assert kept.room_for(request, None) is (Room.ENOUGH if fits else Room.TAKEN_BY_LENT_BACK)
 
 
 def test_windows_need_what_vllm_asks_of_them_and_fewer_where_their_kv_is_loaded() -> None:
     decode, kept = engine(full(), window(2 * TOKENS), window(2 * TOKENS), blocks=40)
     kept.quarantine(range(1, 10))
     request = asked(decode, 12 * TOKENS)
-    assert kept.room_for(request, 0) is Room.LACKING, "its windows count"
+    assert kept.room_for(request, None) is Room.LACKING, "its windows count"
     assert kept.room_for(request, 12 * TOKENS - 1) is Room.ENOUGH, "of what is loaded a window keeps its end only"
+
+
+def beside(blocks: Sequence[int], *, batch_tokens: int = 512, **options: Any) -> tuple[HybridEngine, HybridEngine]:
+    """P, and a D of whose blocks READs may still write into these; of a model with a window."""
+    specs = [full(), window(40)]
+    prefill = HybridEngine(specs, engine_id="p")
+    decode = HybridEngine(specs, engine_id="d", blocks=BLOCKS, batch_tokens=batch_tokens, options=options)
+    side = decode.scheduler.connector._scheduler  # type: ignore[union-attr]
+    side._keep_quarantined(report(quarantined=[blocks]))
+    return prefill, decode
+
+
+@pytest.mark.parametrize("why", ["it loads", "others have read it", "it is computed sooner", "nothing is lent"])
+def test_a_prompt_is_judged_by_what_vllm_asks_for_it(why: str) -> None:
+    """Of a window it asks for more than the bound of a step says, where most of a long prompt is loaded; and for more
+    where it is computed."""
+    batch_tokens, tokens = (48, tokens_of(226, seed=3)) if why == "it loads" else (512, tokens_of(190, seed=3))
+    options = {"decode_recompute_threshold": 1000} if why == "it is computed sooner" else {}
+    prefill, decode = beside(range(1, 17), batch_tokens=batch_tokens, **options)
+    prefill.prefill("long", tokens)
+    params = None if why == "nothing is lent" else prefill.params["long"]
+    if why == "others have read it":
+        decode.load("first", tokens, params)
+        decode.loaded("first")
+        run(decode, 5)
+        assert "first" in decode.finished
+    decode.submit("long", tokens, params)
+    short = submit_short(decode)
+    run(decode, 40)
+    assert short <= decode.finished.keys()
+    assert "long" not in decode.finished
+
+
+def test_blocks_that_an_answer_has_for_drafts_are_lent_back_with_it() -> None:
+    """vLLM keeps them as long; of what is computed the last block is full."""
+    both_ways = {"bidirectional_kv_xfer": True}
+    prefill = HybridEngine([full()], engine_id="p", options=both_ways)
+    decode = HybridEngine([full()], engine_id="d", blocks=41, options=both_ways, drafts=3)
+    for number in range(3):
+        tokens, name = tokens_of(8 * BLOCK_TOKENS - 2, seed=20 + number), f"answer-{number}"
+        prefill.prefill(name, tokens)
+        decode.load(name, tokens, prefill.params[name], max_tokens=3)
+        decode.loaded(name)
+        run(decode, 6)
+        assert decode.params[name]
+    kept = decode.scheduler.connector._scheduler._kept  # type: ignore[union-attr]
+    pool = decode.scheduler.kv_cache_manager.block_pool
+    assert kept.lent_back == pool.num_gpu_blocks - 1 - pool.get_num_free_blocks() == 27
+
+
+@pytest.mark.parametrize("model", ["window", "two windows", "chunks", "states", "latent"])
+@pytest.mark.parametrize("loads", [True, False])
+def test_vllm_admits_what_is_said_to_fit_and_nothing_else(model: str, loads: bool) -> None:
+    specs: list[KVCacheSpec] = {
+        "window": [full(), window(40)],
+        "two windows": [full(), window(24), window(100)],
+        "chunks": [full(), chunked(48)],
+        "states": [full(), state("align")],
+        "latent": [mla()],
+    }[model]
+    random = Random(f"{model} {loads}")
+    answers = set()
+    for number in range(40):
+        prefill = HybridEngine(specs, engine_id="p")
+        decode = HybridEngine(
+            specs, engine_id="d", blocks=90, batch_tokens=random.choice([48, 100, 512]), admits_what_fits=True
+        )
+        kept = decode.scheduler.connector._scheduler._kept  # type: ignore[union-attr]
+        earlier, length = tokens_of(random.randint(1, 200), seed=number), random.randint(1, 400)
+        if random.random() < 0.5:  # something is found
+            decode.run("earlier", earlier, None)
+        tokens = (earlier + tokens_of(length, seed=1000 + number))[:length]
+        kept.quarantine(range(1, random.randint(2, 90)))
+        params = None
+        if loads:
+            prefill.prefill("asked", tokens)
+            params = prefill.params["asked"]
+        decode.submit("asked", tokens, params)
+        decode.step()
+        request = decode.scheduler.requests.get("asked")
+        is_admitted = request is None or request.status is not RequestStatus.WAITING
+        lacks_room = any(isinstance(each, RoomLacking) for each in decode.commands)
+        assert is_admitted != lacks_room, f"number {number}: {length} tokens beside {kept.quarantined} blocks"
+        answers.add(is_admitted)
+    assert answers == {True, False}
 
 
 def test_what_comes_back_from_quarantine_costs_the_same_however_much_is_left() -> None:

@@ -171,7 +171,7 @@ def test_an_agent_that_nixl_does_not_remove_is_over_all_the_same() -> None:
 
 
 class Orders:
-    """READs of one request, and what became of them."""
+    """READs of requests that are called by their first one, and what became of them."""
 
     def __init__(self) -> None:
         self.port = Port()
@@ -181,12 +181,12 @@ class Orders:
         self.ended: dict[int, ReadEnded] = {}
 
     def order(self, *numbers: int, descriptors: int = 1) -> None:
-        self.reads.order([self._one(number, descriptors) for number in numbers])
+        self.reads.order([self._one(str(numbers[0]), number, descriptors) for number in numbers])
 
-    def _one(self, number: int, descriptors: int) -> ReadOrder:
+    def _one(self, request_id: str, number: int, descriptors: int) -> ReadOrder:
         ids = np.full(descriptors, number, np.int32)
         return ReadOrder(
-            request_id="r",
+            request_id=request_id,
             read=number,
             connection=1,
             peer="p",
@@ -251,6 +251,25 @@ def test_a_large_request_lets_others_in_between() -> None:
     large = list(range(ORDERS_AHEAD_MIN + 3))
     turns = [*large[: ORDERS_AHEAD_MIN + 1], 100, 200, 201, *large[ORDERS_AHEAD_MIN + 1 :]]
     assert orders.port.local_ids == turns, "the turn after the first ones was given before there were others"
+
+
+def test_what_is_withdrawn_before_its_turn_ends_at_once_and_the_next_one_has_its_turn() -> None:
+    orders = Orders()
+    orders.order(*range(4), descriptors=DESCRIPTORS_PER_TURN)
+    orders.order(10, 11, descriptors=DESCRIPTORS_PER_TURN)
+    orders.order(20, descriptors=2)
+    assert orders.port.local_ids == [0, 1]
+    orders.reads.withdraw("p", "10")
+    orders.reads.withdraw("another engine", "20")
+    orders.reads.withdraw("p", "unknown")
+    assert {number: end.was_wanted for number, end in orders.ended.items()} == {10: False, 11: False}
+    orders.reads.withdraw("p", "0")
+    assert {number for number, end in orders.ended.items() if not end.was_wanted} == {2, 3, 10, 11}
+    assert orders.reads.waiting() == ["20"]
+    assert orders.reads.in_flight == 2, "what was ordered may still write"
+    orders.port.end(0)
+    assert orders.port.local_ids == [0, 1, 20]
+    assert orders.ended[0].was_wanted
 
 
 def test_the_ranks_of_a_small_request_are_read_in_one_turn() -> None:

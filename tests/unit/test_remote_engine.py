@@ -87,6 +87,7 @@ from statemachine.remote_engine import (
     TearDown,
     TornDown,
     Unwatched,
+    WithdrawReads,
     claims,
 )
 from statemachine.remote_engine.claims import DRIFT_DIVISOR
@@ -395,7 +396,7 @@ def test_gone_before_it_is_scheduled_is_told_when_it_starts() -> None:
 
 def test_gone_while_reading_is_told_when_the_read_has_ended() -> None:
     drive = reading()
-    assert drive.gone() == []
+    assert drive.gone() == [WithdrawReads(request_id="a")]
     assert drive.end("a") == [failed("a", over("expired"))]
 
 
@@ -1198,7 +1199,7 @@ def test_stop_fails_everything_and_says_nothing_more() -> None:
     drive = reading("a")
     drive.announce("announced", B)
     drive.start("waiting", LeaseName("p-c", 3))
-    assert drive.feed(Stop(failure=STOPPED)) == [failed("waiting", STOPPED)]
+    assert drive.feed(Stop(failure=STOPPED)) == [WithdrawReads(request_id="a"), failed("waiting", STOPPED)]
     assert drive.end("a") == [failed("a", STOPPED), TearDown(connection=1)]
     drive.feed(TornDown(connection=1))
     assert drive.core.is_finished
@@ -1256,7 +1257,7 @@ def test_a_crash_fails_what_is_in_hand_and_the_handshake_in_flight() -> None:
 def test_after_a_crash_the_connection_goes_on() -> None:
     drive = reading("a")
     drive.start("b")
-    assert drive.feed(Crashed(failure=CRASH)) == [failed("b", CRASH)]
+    assert drive.feed(Crashed(failure=CRASH)) == [WithdrawReads(request_id="a"), failed("b", CRASH)]
     assert only(drive.end("a"), Report) == [failed("a", CRASH)]
     assert drive.state is peer.State.READY
 

@@ -73,6 +73,7 @@ class Reader(Executor):
                 core.StartHandshake: self._start_handshake,
                 core.ResolveBlocks: self._resolve_blocks,
                 core.PostReads: self._post_reads,
+                core.WithdrawReads: lambda _: None,  # the agent's thread comes to each, and posts none
                 core.CheckRead: self._check_read,
                 core.TearDown: self._tear_down,
                 core.SendHold: self._send_hold,

@@ -22,7 +22,8 @@ from connector.runtime.mailbox import Mailbox
 from connector.runtime.peer_actor import PeerActor
 from connector.runtime.reads import Reads
 from connector.runtime.supervisor import Supervisor
-from connector.scheduler.kept_blocks import KeptBlocks
+from connector.scheduler import kept_blocks, vllm_admission
+from connector.scheduler.connector_scheduler import ConnectorScheduler
 from connector.worker.connector_worker import ConnectorWorker
 from connector.worker.ledger import TransferLedger
 from statemachine import grant
@@ -237,6 +238,50 @@ ACTORS = (
         broken="a request that its core has ended, and whose report raises, is never reported",
         changes=(Edit(PeerActor.recover, "self._report_lost(failure)", "pass"),),
         place=ByTest("tests/actors/test_mistakes.py::test_a_report_that_raises_is_made_once_more"),
+    ),
+    Mutant(
+        name="what is given up waits for its turn",
+        row=8,
+        broken="an aborted request of which nothing was read waits behind all others, until it is quarantined for it",
+        changes=(Edit(Reads.withdraw, "self._end(order, None, was_wanted=False)", "self.order([order])"),),
+        place=ByTest("tests/actors/test_in_flight.py::test_a_request_whose_turn_has_not_come_ends_without_it"),
+    ),
+    Mutant(
+        name="a prompt is judged by one of vLLM's questions",
+        row=60,
+        broken="a load that does not fit beside a quarantine stands before everybody, because of its window",
+        changes=(
+            Edit(
+                vllm_admission.Admission.needs,
+                "max(ask(tokens, is_whole=True), ask(now, is_whole=False))",
+                "ask(tokens, is_whole=True)",
+            ),
+        ),
+        place=ByTest("tests/unit/test_kept_blocks.py::test_a_prompt_is_judged_by_what_vllm_asks_for_it[it loads]"),
+    ),
+    Mutant(
+        name="a prompt is judged by a load that does not come",
+        row=60,
+        broken="a prompt that is computed, and does not fit beside a quarantine, stands before everybody",
+        changes=(
+            Edit(ConnectorScheduler.get_num_new_matched_tokens, "self._loads.would_load(request.request_id)", "True"),
+        ),
+        place=ByTest(
+            "tests/unit/test_kept_blocks.py::test_a_prompt_is_judged_by_what_vllm_asks_for_it[others have read it]"
+        ),
+    ),
+    Mutant(
+        name="the slots of an answer's drafts are not lent back",
+        row=60,
+        broken="a prompt that fits but for blocks that vLLM keeps with answers that are lent back holds up everybody",
+        changes=(
+            Edit(
+                kept_blocks.KeptBlocks.lend_back,
+                "block_ids |= self._admission.blocks_of(request_id)",
+                "pass",
+            ),
+        ),
+        place=ByTest("tests/unit/test_kept_blocks.py::test_blocks_that_an_answer_has_for_drafts_are_lent_back_with_it"),
     ),
     Mutant(
         name="a lost end is not missed",
@@ -969,7 +1014,7 @@ SCHEDULER = (
         name="the slots of drafts are not counted",
         row=60,
         broken="a prompt that fits beside a quarantine but for what vLLM keeps for drafts stands before everybody",
-        changes=(Edit(KeptBlocks._fits, " + self._for_a_step", ""),),
+        changes=(Edit(kept_blocks._fits, " + for_a_step", ""),),
         place=ByTest("tests/unit/test_kept_blocks.py::test_nor_does_one_that_fits_but_for_the_slots_of_drafts[on P]"),
     ),
     Mutant(
