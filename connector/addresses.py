@@ -6,6 +6,8 @@ import ipaddress
 
 from connector.wire.bounded import shorten
 
+PORT_MAX = 65535
+
 
 def join_address(host: str, port: int | str) -> str:
     """Join host and port as everybody writes them and `split_address` reads them: an IPv6 address is in brackets."""
@@ -16,7 +18,7 @@ def join_address(host: str, port: int | str) -> str:
 def split_address(address: str) -> tuple[str, int]:
     """Host, which may be empty, and port; an IPv6 address without its brackets, if it has any. Raises ValueError."""
     host, _, port = address.rpartition(":")
-    if not port.isdecimal() or not 0 < int(port) <= 65535:
+    if not port.isdecimal() or not 0 < int(port) <= PORT_MAX:
         raise ValueError(f"{shorten(address)!r} is not host:port of a side channel")
     return host.strip("[]"), int(port)
 

@@ -28,7 +28,7 @@ from vllm.v1.request import RequestStatus
 
 from connector import DISTRIBUTION
 from connector.actor_death import act_on
-from connector.addresses import is_all_interfaces, is_loopback, join_address
+from connector.addresses import PORT_MAX, is_all_interfaces, is_loopback, join_address
 from connector.clock import NS_PER_SECOND, Clock, to_ns
 from connector.config import ConnectorOptions, in_force
 from connector.key_files import listener_access, own_workers_access, params_key_file, warn_of_insecurity
@@ -37,6 +37,7 @@ from connector.observe.event_log import EventLog, FailureLog
 from connector.observe.log import CrashCount, get_logger
 from connector.observe.stats import EngineStats
 from connector.own_address import told_host
+from connector.ports.side_channel import SideChannelError
 from connector.protocol import (
     LOCAL_PREFILLS_NAMED_MAX,
     AbortPull,
@@ -122,6 +123,9 @@ class ConnectorScheduler:
         self._engine_id: str = vllm_config.kv_transfer_config.engine_id
         self._host: str = envs.VLLM_NIXL_SIDE_CHANNEL_HOST
         self._port: int = envs.VLLM_NIXL_SIDE_CHANNEL_PORT + parallel.data_parallel_index
+        if not 0 < self._port <= PORT_MAX:
+            problem = "VLLM_NIXL_SIDE_CHANNEL_PORT, plus the index of a data-parallel engine, must be 1 to 65535"
+            raise SideChannelError(self._host, self._port, problem)
         self._clock = clock
         self._life = life
         self._is_staged = is_staged(vllm_config)
@@ -191,6 +195,14 @@ class ConnectorScheduler:
             _log.warning(
                 "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is set: vLLM ends this engine when a client's request id "
                 "comes again while its blocks are lent or read into (AssertionError: duplicate request id); unset it"
+            )
+        api_servers = getattr(parallel, "_api_process_count", 1)
+        if api_servers > 1 and vllm_config.shutdown_timeout:
+            _log.warning(
+                "this engine has %d API servers, and vLLM waits for those first: SIGTERM comes here when "
+                "--shutdown-timeout is over, so this engine does not drain, and no answer in hand is finished; set "
+                "--api-server-count 1, or take it from the router and run `nixl-actor drain` before SIGTERM",
+                api_servers,
             )
         if is_all_interfaces(advertised.host):
             _log.warning(

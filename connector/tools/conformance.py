@@ -227,6 +227,9 @@ _PROVEN = frozenset({hold.State.HELD.value, hold.State.ASSUMED.value})
 _UNSUCCESSFUL = frozenset({request.State.FAILED.value, request.State.EXPIRED.value})
 _REQUEST, _HOLD, _PEER, _LEASE = (each.MACHINE.name for each in (request, hold, peer, lease))
 
+CLOCKS_DIFFER_SECONDS = 1.0
+"""How much the clocks of two machines may, for what is concluded from the order of what they recorded."""
+
 _InstanceKey: TypeAlias = tuple[str, str | None, str, int | None]
 """Machine, peer, subject, number of the lease."""
 
@@ -380,8 +383,10 @@ def _between(checks: list[_ProcessCheck]) -> Iterator[Finding]:
                 yield _finding(where, "it was told that a lease is held which P has never made")
         if not decode.is_whole:
             continue
+        ends_wall = decode.located[-1][2].wall - CLOCKS_DIFFER_SECONDS
         for key, holds in decode.holds_on.items():
-            ranks = lent.get(key, [])
+            # What comes after its last record is not known: of its last moments on a full disk, or a copied file.
+            ranks = [each for each in lent.get(key, ()) if each[1][2].wall < ends_wall]
             still_held = sorted(each[2] for each in holds if decode.live.get(each) == [hold.State.HELD.value])
             if still_held and len(ranks) >= len(holds) and all(_is_done(where) for _, where, _ in ranks):
                 reader = decode.located[0][2]

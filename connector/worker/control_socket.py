@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from vllm import envs
 from vllm.utils.network_utils import get_ip
 
+from connector.addresses import PORT_MAX
 from connector.config import ConnectorOptions, OptionError
 from connector.own_address import told_host
 from connector.ports.side_channel import Listener, PortUnavailable, SideChannel, SideChannelError
@@ -22,8 +23,6 @@ from statemachine.failures import ConnectionCutOff, Failure
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
-
-PORT_MAX = 65535
 
 
 def require_control_ports(vllm_config: VllmConfig, options: ConnectorOptions) -> None:

@@ -237,6 +237,19 @@ def test_nothing_is_concluded_from_what_is_not_sampled() -> None:
         assert check_records(sampled, is_whole=False).findings == ()
 
 
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.8, 0.95])
+@pytest.mark.parametrize("machine", ["request", "lease"])
+def test_nothing_is_concluded_from_what_one_process_has_not_written_any_more(machine: str, share: float) -> None:
+    """On a full disk; or its file was copied earlier than those of the others."""
+    run = calm_run()
+    whose = {(record.engine_id, record.rank) for record in run if record.machine == machine}
+    for process in sorted(whose):
+        of_process = [record for record in run if (record.engine_id, record.rank) == process]
+        kept = {id(record) for record in of_process[: int(share * len(of_process))]}
+        left = [record for record in run if (record.engine_id, record.rank) != process or id(record) in kept]
+        assert check_records(left).findings == ()
+
+
 def test_one_side_alone_is_checked() -> None:
     for machines in ({"lease"}, {"request", "hold", "peer"}):
         alone = [record for record in faulty_run() if record.machine in machines]

@@ -18,6 +18,7 @@ from vllm.v1.request import RequestStatus
 from connector.clock import NS_PER_SECOND
 from connector.observe import catalogue
 from connector.observe.stats import COUNTS, GAUGES
+from connector.ports.side_channel import SideChannelError
 from connector.protocol import (
     LOCAL_PREFILLS_NAMED_MAX,
     AbortPull,
@@ -39,8 +40,9 @@ from statemachine import draining
 from statemachine.draining import Draining, State
 from statemachine.failures import Failure
 from statemachine.load import State as LoadState
-from tests.unit.hybrid_engine import HybridEngine, full
+from tests.unit.hybrid_engine import BLOCK_TOKENS, MAX_MODEL_TOKENS, HybridEngine, full
 from tests.unit.log_lines import listening
+from tests.unit.vllm_setup import scheduling_config
 
 TOKENS = list(range(40))
 REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -555,3 +557,24 @@ def test_a_request_that_comes_while_the_engine_is_paused_is_held_on_p(pause: Pau
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)
     engine.step()
     assert not engine.is_released_unread("b")
+
+
+@pytest.mark.parametrize("port", ["0", "65536"])
+def test_a_side_channel_that_nobody_could_name_is_refused_at_start(monkeypatch: pytest.MonkeyPatch, port: str) -> None:
+    """An engine with port 0 would listen somewhere, and tell D to ask at port 0."""
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", port)
+    with pytest.raises(SideChannelError, match=r"VLLM_NIXL_SIDE_CHANNEL_PORT, plus the index .* must be 1 to 65535"):
+        HybridEngine([full()])
+
+
+@pytest.mark.parametrize(("api_servers", "seconds"), [(1, 60), (2, 0), (2, 60)])
+def test_an_engine_that_sigterm_does_not_drain_says_so_at_start(
+    monkeypatch: pytest.MonkeyPatch, api_servers: int, seconds: int
+) -> None:
+    config = scheduling_config(BLOCK_TOKENS, MAX_MODEL_TOKENS)
+    monkeypatch.setattr(config.parallel_config, "_api_process_count", api_servers)
+    monkeypatch.setattr(config, "shutdown_timeout", seconds)
+    with listening() as lines:
+        HybridEngine([full()])
+    said = [each for each in lines.texts if "API servers" in each]
+    assert len(said) == (api_servers == 2 and seconds > 0)
