@@ -132,11 +132,11 @@ class Doorman:
             self._busy = select.epoll()
             self._nothing = os.open(os.devnull, os.O_RDONLY)
             self._spare = os.dup(self._nothing)
+            for each in (router, events):
+                self._both.register(each.FD, select.EPOLLIN)
         except (zmq.ZMQError, OSError):
             events.close()
             raise
-        for each in (router, events):
-            self._both.register(each.FD, select.EPOLLIN)
 
     def fileno(self) -> int:
         """Readable when there is news of the ROUTER or of its connections."""

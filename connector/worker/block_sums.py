@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from connector.protocol import Stretch
-from connector.worker.cache_memory import WORDS, Numbers, to_device, word_of
+from connector.worker.cache_memory import WORDS, Numbers, allocations, to_device, word_of
 from connector.worker.device_stream import may_wait, stream_beside_steps
 
 _AT_ONCE_BYTES = 8 << 20
@@ -40,12 +40,8 @@ class BlockSums:
     """Sums blocks that lie in the allocations behind `caches`, all on one device."""
 
     def __init__(self, caches: Iterable[torch.Tensor]) -> None:
-        storages = {cache.untyped_storage().data_ptr(): cache.untyped_storage() for cache in caches}
-        self._starts = sorted(storages)
-        self._bytes = [
-            torch.empty(0, dtype=torch.uint8, device=storages[start].device).set_(storages[start])
-            for start in self._starts
-        ]
+        found = allocations(caches)
+        self._starts, self._bytes = list(found), list(found.values())
         self._device = self._bytes[0].device
         self._stream = None if self._device.type == "cpu" else stream_beside_steps(self._device)
         # The end of the last step that was noted, in the stream of steps.

@@ -47,16 +47,22 @@ def scratch_beside(cache: torch.Tensor, device_id: int, memory_kind: MemoryKind)
     return Scratch(MemoryRange(owner.data_ptr(), PROBE_BYTES, device_id, memory_kind), owner)
 
 
+def allocations(caches: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """The allocations that back `caches`: all bytes of each, by the address of the first one, in that order."""
+    storages = {cache.untyped_storage().data_ptr(): cache.untyped_storage() for cache in caches}
+    return {
+        start: torch.empty(0, dtype=torch.uint8, device=storages[start].device).set_(storages[start])
+        for start in sorted(storages)
+    }
+
+
 class CacheMemory:
     """Zeroes stretches of the allocations that back `caches`."""
 
     def __init__(self, caches: Iterable[torch.Tensor]) -> None:
-        storages = {cache.untyped_storage().data_ptr(): cache.untyped_storage() for cache in caches}
-        self._starts = np.array(sorted(storages), np.int64)
-        self._bytes = [
-            torch.empty(0, dtype=torch.uint8, device=storages[start].device).set_(storages[start])
-            for start in sorted(storages)
-        ]
+        found = allocations(caches)
+        self._starts = np.array(list(found), np.int64)
+        self._bytes = list(found.values())
 
     def zero(self, memories: Sequence[Memory]) -> None:
         """Zero all stretches of all `memories`; each stretch lies within one allocation. Waits for no stream."""

@@ -22,6 +22,7 @@ from typing import ParamSpec
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
+from connector.actor_death import REASON_LENGTH_MAX
 from connector.clock import Clock, to_ns
 from connector.observe.log import CrashCount, root_cause
 from connector.observe.spans import PullTimes
@@ -49,9 +50,6 @@ from statemachine.lease import LeaseName
 from statemachine.lending import end_without_core_ns
 
 _Figures = ParamSpec("_Figures")
-
-REASON_LENGTH_MAX = 300
-"""The longest reason why this worker has stopped, in characters."""
 
 
 class TransferLedger:

@@ -222,7 +222,8 @@ def test_options_that_contradict_each_other(extra: dict[str, float], option: str
     ],
 )
 def test_options_that_go_together(extra: dict[str, float]) -> None:
-    parse_options(extra, {})
+    options = parse_options(extra, {})
+    assert {name: getattr(options, name) for name in extra} == extra
 
 
 def test_a_lease_of_a_builtin_configuration_that_is_too_short_is_refused_with_both_names() -> None:

@@ -199,7 +199,12 @@ def test_values_at_the_bounds_are_taken() -> None:
         {"remote_engine_id": "e" * 512, "remote_request_id": "r" * 512, "remote_host": "h" * 255},
         {"tp_size": 1024, "dcp_size": 1024, "pp_size": 1024, "remote_num_tokens": 2**31 - 1},
     ):
-        parse_remote_prefill(VALID | changes)
+        found = parse_remote_prefill(VALID | changes)
+        for name, value in changes.items():
+            field = getattr(found, name.removeprefix("remote_"))
+            assert (list(map(list, field)) if name == "remote_block_ids" else field) == (
+                tuple(value) if name == "first_tokens" else value
+            )
 
 
 def test_more_blocks_than_any_request_has_are_refused() -> None:

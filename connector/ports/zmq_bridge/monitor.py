@@ -51,11 +51,11 @@ class Monitor:
             watched.monitor(address, _WATCHED_EVENTS)
             events.connect(address)
             self._both = select.epoll(2)
+            for each in (watched, events):
+                self._both.register(each.FD, select.EPOLLIN)
         except (zmq.ZMQError, OSError):
             events.close()
             raise
-        for each in (watched, events):
-            self._both.register(each.FD, select.EPOLLIN)
 
     @property
     def reached(self) -> Reached:
