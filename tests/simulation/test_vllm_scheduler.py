@@ -18,11 +18,13 @@ import pytest
 
 from connector.protocol import LeaseGranted, QuarantineLifted, ReceiveEnded
 from connector.scheduler.connector_scheduler import ConnectorScheduler
+from connector.scheduler.kept_blocks import KeptBlocks
 from connector.scheduler.lends import Lends
 from connector.scheduler.pulls import Pulls
 from connector.worker.ledger import TransferLedger
 from statemachine.draining import Draining
 from statemachine.lending import RELEASED, AnswerHold, HoldAsked, Lending
+from statemachine.loads import Room
 from tests.simulation import cluster
 from tests.simulation.__main__ import read_plan
 from tests.simulation.cluster import Result
@@ -335,6 +337,10 @@ def lend_although_it_is_to_end(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Draining, "accepts", True)
 
 
+def pass_nobody_over(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KeptBlocks, "room_for", lambda *_: Room.ENOUGH)
+
+
 DRAIN = Fault(kind=Kind.DRAIN, target="p0", at_seconds=1.0, duration_seconds=0.1)
 STALL = Fault(kind=Kind.READ_STALL, target="d0>p0", at_seconds=0.0, duration_seconds=6.0)
 
@@ -349,6 +355,7 @@ BROKEN: list[Broken] = [
     (never_lift_a_quarantine, [STALL], 2, "blocks"),
     (say_held_of_what_was_released, [], 1, "proof"),
     (lend_although_it_is_to_end, [DRAIN], 2, "draining"),
+    (pass_nobody_over, [], 2, "standstill"),
 ]
 """One for each oracle, with quick seeds; `test_broken_connectors` has others."""
 

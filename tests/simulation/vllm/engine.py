@@ -73,6 +73,8 @@ IDLE_SECONDS_MIN = 0.001
 IDLE_SECONDS_MAX = 0.005
 DEVICE_SECONDS_MAX = 0.02
 """Longer than some steps, so that the blocks may be somebody else's by then if nobody waits for it."""
+STANDSTILL_STEPS = 50
+"""In a row, in which an engine that has what it needs would have served somebody."""
 STEPS_AHEAD = 2
 """Steps that are scheduled and not yet completed with asynchronous scheduling."""
 LOADED = "WAITING_FOR_REMOTE_KVS, loaded"
@@ -192,6 +194,7 @@ class VllmEngine:
         self._announced: dict[str, float] = {}
         self._loaded_tokens: dict[str, int] = {}
         self._has_stopped_lending = False
+        self._steps_stood = 0
 
     def _birth(self, rank: Rank) -> Birth:
         process = self.process
@@ -283,6 +286,7 @@ class VllmEngine:
                     continue
                 await self._stand_still()
                 computed = await self._step()
+                self._check_standstill(computed)
                 if not computed and self.scheduler.has_requests():
                     await trio.sleep(self._chance.uniform(IDLE_SECONDS_MIN, IDLE_SECONDS_MAX))
         except Exception as error:
@@ -654,6 +658,25 @@ class VllmEngine:
         strangers = set(far_ends).union(*self._held) - self.scheduler.requests.keys()
         if strangers:
             self.around.oracles.complain("blocks", f"{self.name}: {sorted(strangers)} are gone and hold blocks")
+
+    def _check_standstill(self, computed: bool) -> None:
+        """Nobody is served for the sake of one that waits for blocks in quarantine or lent back, and not for others."""
+        side = self.scheduler.connector.scheduler_side
+        kept = side._kept
+        in_use = self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks()
+        waiting = [
+            request_id
+            for request_id, request in self.scheduler.requests.items()
+            if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+            and request_id not in side._loads._without_room
+        ]
+        stands = bool(waiting) and not computed and not kept.is_none and in_use == kept.quarantined + kept.lent_back
+        self._steps_stood = self._steps_stood + 1 if stands else 0
+        if self._steps_stood == STANDSTILL_STEPS:
+            self.around.oracles.complain(
+                "standstill",
+                f"{self.name} serves nobody beside {in_use} kept blocks, and passes over none of {waiting}",
+            )
 
     # --- at rest ----------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@
     block reuse  a block that the scheduler frees or hands out is named by no READ that may still write
     scheduler    vLLM's scheduler and the connector in it raise nothing
     bound        every request ends, load or no load
+    standstill   no request that has no room beside a quarantine or what is lent back has others wait behind it
     leaks        at rest no request, lease, pull or heartbeat is left, and every block is free
 
 `Requests` is the book of what clients asked for. Coverage counts what must occur somewhere in the seeds, so that a test
