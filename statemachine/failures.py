@@ -436,8 +436,8 @@ class QuarantineFull(Failure, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         return (
-            f"{self.blocks} KV blocks of this engine are kept aside because READs that have not ended may still write "
-            f"into them, and the option quarantine_limit allows {self.limit}; nothing is read until some come back"
+            f"{self.blocks} KV blocks of this engine are in quarantine because READs that have not ended may still "
+            f"write into them, and the option quarantine_limit allows {self.limit}; nothing is read until some are back"
         )
 
 
@@ -452,7 +452,7 @@ class RequestIdInQuarantine(Failure, frozen=True, kw_only=True):
     def __str__(self) -> str:
         return (
             f"an earlier request of the same id has ended, and READs may still write into {self.blocks} KV blocks that "
-            "are kept aside for it"
+            "are in quarantine for it"
         )
 
 

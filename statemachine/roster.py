@@ -205,7 +205,7 @@ class TellUnread(Effect, frozen=True, kw_only=True):
 
 
 class NoteQuarantine(Effect, frozen=True, kw_only=True):
-    """The limit of the quarantine was reached, or room has come back. `blocks` are kept aside now."""
+    """The limit of the quarantine was reached, or room has come back. `blocks` are in quarantine now."""
 
     is_full: bool
     blocks: int

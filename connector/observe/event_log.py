@@ -170,7 +170,7 @@ class EventLog:
             text = f"blocks have come back from quarantine, {blocks} are left of which {limit_blocks} are allowed"
             self.write("quarantine over", f"{text}: KV is read again", logging.WARNING)
 
-    def kept_aside(self, blocks: int) -> None:
+    def blocks_quarantined(self, blocks: int) -> None:
         """On D's scheduler side: so many blocks are in quarantine from this step on."""
         what = f"{blocks} blocks are quarantined until their READs have ended"
         self.write("quarantined", f"{what}{_NAMES_ENGINES}", logging.WARNING)

@@ -511,7 +511,7 @@ class ConnectorScheduler:
 
     def _keep_quarantined(self, report: WorkerReport) -> None:
         if report.quarantined:
-            self._event_log.kept_aside(_distinct(report.quarantined))
+            self._event_log.blocks_quarantined(_distinct(report.quarantined))
         for block_ids in report.quarantined:
             self._kept.quarantine(block_ids)
         if report.lifted:

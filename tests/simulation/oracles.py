@@ -135,7 +135,7 @@ class Holder:
 
 @dataclass
 class Quarantined:
-    """Blocks of one rank that are kept aside, as it has said. `full`: from when to when they were too many; the last
+    """Blocks of one rank that are in quarantine, as it has said. `full`: from when to when they were too many; the last
     time may go on."""
 
     limit_blocks: int
@@ -226,7 +226,7 @@ class Oracles:
     """By owner and request, one for each rank of the owner."""
     coverage: Counter[str] = field(default_factory=Counter)
     """What must occur somewhere in the seeds, so that a test can say that it did."""
-    _kept_aside: dict[tuple[str, int], Quarantined] = field(default_factory=dict)
+    _quarantined: dict[tuple[str, int], Quarantined] = field(default_factory=dict)
     """By decode engine and rank."""
     _crashes: list[tuple[str, float]] = field(default_factory=list)
     _pull_of_block: dict[tuple[str, int], Pull] = field(default_factory=dict)
@@ -286,10 +286,10 @@ class Oracles:
     def keep_aside(self, decode: str, tp_rank: int, blocks: int, limit_blocks: int) -> None:
         """A rank has said that so many blocks more may still be written into (less than none: so many fewer), of which
         so many are allowed."""
-        self._kept_aside.setdefault((decode, tp_rank), Quarantined(limit_blocks)).change(blocks)
+        self._quarantined.setdefault((decode, tp_rank), Quarantined(limit_blocks)).change(blocks)
 
     def _check_quarantine(self, pull: Pull, tp_rank: int, failure: Failure | None) -> None:
-        kept, now = self._kept_aside.get((pull.decode, tp_rank)), trio.current_time()
+        kept, now = self._quarantined.get((pull.decode, tp_rank)), trio.current_time()
         heard_until = pull.started_seconds + HEARD_SECONDS_MAX
         if isinstance(failure, QuarantineFull):
             self.coverage["refused by a full quarantine"] += 1
@@ -306,7 +306,7 @@ class Oracles:
 
     def forget_pulls(self, decode: str) -> None:
         """A decode engine has died."""
-        self._kept_aside = {whose: kept for whose, kept in self._kept_aside.items() if whose[0] != decode}
+        self._quarantined = {whose: kept for whose, kept in self._quarantined.items() if whose[0] != decode}
         for pull in self.pulls.values():
             if pull.decode == decode and not pull.is_reported:
                 pull.is_lost = True

@@ -398,7 +398,7 @@ def test_blocks_of_which_each_rank_keeps_its_part_aside_count_once() -> None:
 
 
 def test_one_that_a_full_quarantine_refused_says_whose_reads_have_not_ended() -> None:
-    """As long as blocks are kept aside, and not those of another engine."""
+    """As long as blocks are in quarantine, and not those of another engine."""
     refused = ended_with(failures.QuarantineFull(blocks=38, limit=20))
     kept = [
         QuarantineRow(request_id=name, remote_request_id=name, peer=peer, blocks=19, reads=2, since_seconds=9.0)

@@ -107,7 +107,8 @@ RULES: dict[str, Rule] = {
         "engine has its KV; that engine is told, as of one that needs nothing.",
     ),
     "until enough have come back": Rule(
-        quarantine, "Once as many blocks are kept aside, nothing new is read from anywhere until enough have come back"
+        quarantine,
+        "Once as many blocks are in it, nothing new is read from anywhere until enough have come back",
     ),
     "ids in quarantine": Rule(
         roster,
