@@ -370,7 +370,8 @@ class RemoteEngine:
                 case request.AskForProof():
                     self._ask_for_proof(after, now_ns)
                 case request.StartQuiesceTimer():
-                    self._outcome.effects.append(WithdrawReads(request_id=request_id))
+                    if self._peer.state is peer.State.READY:  # otherwise they were, with its connection
+                        self._outcome.effects.append(WithdrawReads(request_id=request_id))
                     self._timers.set(("quiesce", request_id), now_ns + self._limits.quiesce_ns)
                 case request.AwaitPeer():
                     self._timers.cancel(("quiesce", request_id))
@@ -517,6 +518,7 @@ class RemoteEngine:
                 case peer.StartBackoff():
                     self._back_off(effect, now_ns)
                 case peer.DrainReads():
+                    self._withdraw_reads()
                     self._claims.fall_silent()
                     self._timers.set(("drain", None), now_ns + self._limits.quiesce_ns)
                 case peer.TearDown():
@@ -632,6 +634,13 @@ class RemoteEngine:
         self._backoff_until_ns = now_ns + spread_ns(delay_ns, self._identity, self.engine_id, effect.failures)
         self._timers.set(("backoff", None), self._backoff_until_ns)
 
+    def _withdraw_reads(self) -> None:
+        """Nothing more is read over the current connection; requests of which nothing was try the next one."""
+        connection = self._connections.current
+        assert connection is not None
+        for reading in self._reading_over(connection):
+            self._outcome.effects.append(WithdrawReads(request_id=reading.request_id))
+
     def _tear_down(self, connection: Connection) -> None:
         connection.is_tearing_down = True
         self._outcome.effects.append(TearDown(connection=connection.number, failure=connection.failure))
@@ -659,11 +668,17 @@ class RemoteEngine:
         connection, self._connections.current = self._connections.current, None
         assert connection is not None
         self._timers.cancel(("drain", None))
-        for reading in list(self._requests.values()):
-            if reading.state is request.State.READING and reading.connection == connection.number:
-                self._step_request(reading.request_id, request.PeerLost(failure=failure), now_ns)
-                # It has waited as long as a request that failed by itself.
-                self._step_request(reading.request_id, self._quiesce_timeout, now_ns)
+        for reading in self._reading_over(connection):
+            self._step_request(reading.request_id, request.PeerLost(failure=failure), now_ns)
+            # It has waited as long as a request that failed by itself.
+            self._step_request(reading.request_id, self._quiesce_timeout, now_ns)
+
+    def _reading_over(self, connection: Connection) -> list[request.Request]:
+        return [
+            each
+            for each in self._requests.values()
+            if each.state is request.State.READING and each.connection == connection.number
+        ]
 
     # --- leases -----------------------------------------------------------------------------------------------------
 

@@ -946,10 +946,25 @@ def test_what_made_a_connection_suspect_is_said_when_it_is_torn_down() -> None:
 
 def test_a_connection_whose_agents_another_has_given_up_is_rebuilt() -> None:
     drive = reading("a")
-    assert drive.feed(SharedAgentsLost(connection=1, failure=LOST)) == []
+    assert drive.feed(SharedAgentsLost(connection=1, failure=LOST)) == [WithdrawReads(request_id="a")]
     assert drive.state is peer.State.DRAINING
     assert drive.end("a", failure=LOST) == [TearDown(connection=1, failure=LOST)]
     assert drive.feed(TornDown(connection=1)) == [StartHandshake(address=ADDRESS)]
+
+
+def test_nothing_more_is_read_over_a_suspect_connection_and_nobody_waits_for_a_turn() -> None:
+    """Behind the READs from other engines it could be abandoned for those that it has never posted."""
+    drive = reading("a", "b", reads=2)
+    effects = drive.end("a", failure=LOST)
+    assert only(effects, WithdrawReads) == [WithdrawReads(request_id="a"), WithdrawReads(request_id="b")]
+    for request_id, read in (("a", 1), ("b", 0), ("b", 1)):
+        effects = drive.feed(
+            ReadEnded(request_id=request_id, read=read, connection=1, ended_ns=drive.now_ns, was_wanted=False)
+        )
+    assert effects == [TearDown(connection=1, failure=LOST)]
+    drive.feed(TornDown(connection=1))
+    drive.connect()
+    assert {each.request_id for each in only(drive.log, ResolveBlocks)} == {"a", "b"}
 
 
 def test_a_connection_whose_agents_are_not_removed_is_abandoned_until_they_are() -> None:
@@ -1133,7 +1148,7 @@ def test_retired_while_reading_it_lets_the_reads_end_and_refuses_who_waits() -> 
     drive.held(60 * S)
     drive.start("b")
     effects = drive.feed(Retire())
-    assert effects == [failed("b", PeerRetired(peer="p"))]
+    assert effects == [WithdrawReads(request_id="a"), failed("b", PeerRetired(peer="p"))]
     assert drive.start("c") == [failed("c", PeerRetired(peer="p"))]
     assert drive.core.is_retired
     effects = drive.end("a")

@@ -94,7 +94,7 @@ PROOF = (
     Mutant(
         name="late samples read",
         broken="a sample whose others are loaded, and not in the cache any more, reads what was let go of",
-        changes=(Edit(Loads._answer, "asked.pays and self.is_taken(request_id)", "False"),),
+        changes=(Edit(Loads.would_load, " and not self.is_taken(request_id)", ""),),
         place=ByTest(SAMPLES + "::test_one_that_comes_when_the_cache_has_lost_the_prompt_is_computed"),
     ),
     Mutant(

@@ -116,13 +116,12 @@ ACTORS = (
         row=4,
         broken="a READ whose request was given up before its turn is posted all the same",
         changes=(
-            Edit(
-                Reads._post,
-                "self._end(order, None, was_wanted=False)\n        return",
-                "self._end(order, None, was_wanted=False)",
-            ),
+            Edit(PeerActor._carry_out, "self._context.reads.withdraw(self.core.engine_id, request_id)", "pass"),
+            Edit(Reads._post, "if order.is_wanted():", "if True:"),
         ),
-        place=level2("bytes", *ABORTS_OF_A_CROWD),
+        place=ByTest(
+            "tests/actors/test_in_flight.py::test_reads_whose_turn_has_not_come_are_not_posted_after_a_failure"
+        ),
     ),
     Mutant(
         name="links are not listened to again",
@@ -392,7 +391,7 @@ READS = (
         rule="the order of giving up",
         row=45,
         broken="a READ that is not posted is never told to have ended",
-        changes=(Edit(Reads._post, "self._end(order, None, was_wanted=False)", "pass"),),
+        changes=(Edit(Reads.withdraw, "self._end(order, None, was_wanted=False)", "pass"),),
         place=level2("leaks", *ABORTS_OF_A_CROWD),
     ),
     Mutant(
