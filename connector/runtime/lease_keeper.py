@@ -191,16 +191,20 @@ class LeaseKeeper:
         """Until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(keep_running, "control socket", self._serve_control, self._log_crash)
+            is_empty = True
             while True:
                 now_ns, next_ns = self._clock.now_ns(), self._core.next_deadline()
-                if self._looks_ns <= now_ns:
+                # The core has heard of all that this book has, and has ended what is due.
+                if is_empty and self._looks_ns <= now_ns:
                     self._end_overdue(now_ns)
                 if next_ns is None or next_ns > self._looks_ns:
                     next_ns = self._looks_ns
                 await self._inbox.wait(seconds_until(next_ns, now_ns))
                 self._named_in_turn = 0
+                is_empty = False
                 for _ in range(MESSAGES_PER_TURN_MAX):
                     if (message := self._inbox.take_one()) is None:
+                        is_empty = True
                         break
                     self._step(partial(self._take_in, message))
                     if self._named_in_turn >= LEASES_PER_TURN_MAX:
@@ -209,8 +213,8 @@ class LeaseKeeper:
                 self._catch_up()
 
     def _end_overdue(self, now_ns: int) -> None:
-        """What was owed at the last look already, and is still, was lost. The core may have heard of a grant later than
-        this book did, and counts from there: hence twice the time between two looks."""
+        """What was owed at the last look already, and is still, was lost. The core may have heard of a grant a little
+        later than this book did, and counts from there: hence twice the time between two looks."""
         for request_id, lease in self._owed_before.items():
             if self._owed.get(request_id) == lease:
                 self._log_crash("lease keeper", LostEnd(f"the end of the lease of request {request_id} was lost"))

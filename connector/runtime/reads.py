@@ -261,7 +261,7 @@ class Reads:
         of_request = self._waiting[0]
         order = of_request.popleft()
         self._left_of_turn -= order.local_ids.size
-        if not of_request:
+        if not of_request and (order.peer, order.request_id) in self._of_request:
             del self._of_request[order.peer, order.request_id]
         if not of_request or self._left_of_turn < of_request[0].local_ids.size:
             self._waiting.popleft()

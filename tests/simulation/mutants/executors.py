@@ -699,6 +699,7 @@ KEEPER = (
                 LeaseKeeper.run,
                 "for _ in range(MESSAGES_PER_TURN_MAX):\n"
                 "                if (message := self._inbox.take_one()) is None:\n"
+                "                    is_empty = True\n"
                 "                    break\n",
                 "while (message := self._inbox.take_one()) is not None:\n",
             ),
