@@ -104,6 +104,8 @@ class Reader(Executor):
         super()._carry_out(effects)
         if self.core.state is _GONE and self.core.is_finished:
             self.closed_until_ns = FOREVER
+            if self._question is not None:
+                self._question.is_over = True  # its task ends with the actor
             self.rank.forget(self)
             # Requests that wait for it are somebody else's now.
             for call, argument in self._mailbox:
