@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 
-from connector.wire.bounded import shorten
-
-PORT_MAX = 65535
+from connector.wire.bounded import PORT_MAX, shorten
 
 
 def join_address(host: str, port: int | str) -> str:

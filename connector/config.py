@@ -25,7 +25,7 @@ from msgspec import Meta
 from connector.addresses import split_place
 from connector.observe.log import get_logger
 from connector.observe.trace_log import FILE_BYTES, FILES_KEPT, TraceDirectoryError, make_writable
-from connector.wire.bounded import Place, render_untrusted
+from connector.wire.bounded import PORT_MAX, Place, render_untrusted
 from statemachine.introduction import PLACES_MAX
 
 TRACE_DIRECTORY_VARIABLE = "NIXL_ACTOR_TRACE_DIR"
@@ -97,7 +97,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How long an engine that is to end waits for what it lends at most. At least kv_lease_duration, which raises it
     where it is not set: a lease that was granted lasts for its time. What was accepted to be lent before it began to
     drain is granted until kv_lease_duration before its end."""
-    control_port: Annotated[int, Meta(ge=0, le=65_535)] = 0
+    control_port: Annotated[int, Meta(ge=0, le=PORT_MAX)] = 0
     """Port of the control socket of the first rank of the first data-parallel engine; each further rank has the next
     one. 0: any free port for each."""
     known_peers: Annotated[tuple[Place, ...], Meta(max_length=PLACES_MAX)] = ()

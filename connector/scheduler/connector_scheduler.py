@@ -28,7 +28,7 @@ from vllm.v1.request import RequestStatus
 
 from connector import DISTRIBUTION
 from connector.actor_death import act_on
-from connector.addresses import PORT_MAX, is_all_interfaces, is_loopback, join_address
+from connector.addresses import is_all_interfaces, is_loopback, join_address
 from connector.clock import NS_PER_SECOND, Clock, to_ns
 from connector.config import ConnectorOptions, in_force
 from connector.key_files import listener_access, own_workers_access, params_key_file, warn_of_insecurity
@@ -61,6 +61,7 @@ from connector.scheduler.vllm_admission import Admission
 from connector.staging import is_staged
 from connector.step_metadata import HandshakeMetadata, StepMetadata, WorkerReport
 from connector.versions import shown_version
+from connector.wire.bounded import PORT_MAX
 from statemachine.draining import State
 from statemachine.kernel import Event
 from statemachine.load import AbortLoad, NoteComputed, NoteWait, ReleaseUnread, StartLoad
@@ -124,7 +125,7 @@ class ConnectorScheduler:
         self._host: str = envs.VLLM_NIXL_SIDE_CHANNEL_HOST
         self._port: int = envs.VLLM_NIXL_SIDE_CHANNEL_PORT + parallel.data_parallel_index
         if not 0 < self._port <= PORT_MAX:
-            problem = "VLLM_NIXL_SIDE_CHANNEL_PORT, plus the index of a data-parallel engine, must be 1 to 65535"
+            problem = f"VLLM_NIXL_SIDE_CHANNEL_PORT, plus the index of a data-parallel engine, must be 1 to {PORT_MAX}"
             raise SideChannelError(self._host, self._port, problem)
         self._clock = clock
         self._life = life

@@ -27,6 +27,7 @@ IDENTIFIER_PATTERN = r"\A[^\x00-\x1f\x7f-\x9f\ud800-\udfff]+\Z"
 HOST_PATTERN = r"\A[A-Za-z0-9_.:%\[\]-]+\Z"
 """Host names, IPv4 and IPv6 addresses. Anything else could change the meaning of a ZMQ endpoint."""
 HOST_LENGTH_MAX = 255
+PORT_MAX = 65_535
 PLACE_PATTERN = r"\A[A-Za-z0-9_.:%\[\]-]+:[0-9]{1,5}\Z"
 """host:port of a side channel."""
 

@@ -28,6 +28,7 @@ from connector.wire.bounded import (
     HOST_LENGTH_MAX,
     HOST_PATTERN,
     IDENTIFIER_PATTERN,
+    PORT_MAX,
     RANKS_MAX,
     DecodeFailed,
     Fields,
@@ -95,7 +96,7 @@ class ActorExtension(msgspec.Struct, frozen=True, kw_only=True):
     tp_rank: _Rank
     pp_rank: _Rank
     control_host: Annotated[str, Meta(max_length=HOST_LENGTH_MAX, pattern=HOST_PATTERN)]
-    control_port: Annotated[int, Meta(ge=1, le=65535)]
+    control_port: Annotated[int, Meta(ge=1, le=PORT_MAX)]
     """Where this rank's worker takes the messages of `connector.wire.control`."""
     control_key: Annotated[str, Meta(pattern=PUBLIC_KEY_PATTERN)] | None = None
     """The public key of that socket; None: it has none, and speaks without encryption."""

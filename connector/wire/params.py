@@ -30,6 +30,7 @@ from connector.wire.bounded import (
     HOST_PATTERN,
     ID_LENGTH_MAX,
     NUMBER_MAX,
+    PORT_MAX,
     RANKS_MAX,
     Identifier,
     render_untrusted,
@@ -259,7 +260,7 @@ _FIELDS = (
     _WireField("remote_engine_id", Identifier, _IDENTIFIER_WORDS),
     _WireField("remote_request_id", Identifier, _IDENTIFIER_WORDS),
     _WireField("remote_host", _Host, _HOST_WORDS),
-    _WireField("remote_port", Annotated[int, Meta(ge=1, le=65535)], "an integer from 1 to 65535"),
+    _WireField("remote_port", Annotated[int, Meta(ge=1, le=PORT_MAX)], f"an integer from 1 to {PORT_MAX}"),
     _WireField(
         "remote_block_ids",
         Annotated[tuple[_Group, ...], Meta(max_length=GROUPS_MAX)],

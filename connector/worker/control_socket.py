@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from vllm import envs
 from vllm.utils.network_utils import get_ip
 
-from connector.addresses import PORT_MAX
 from connector.config import ConnectorOptions, OptionError
 from connector.own_address import told_host
 from connector.ports.side_channel import Listener, PortUnavailable, SideChannel, SideChannelError
+from connector.wire.bounded import PORT_MAX
 from connector.wire.control import REQUEST_BYTES_MAX
 from connector.worker.parallelism import ranks_of
 from statemachine.failures import ConnectionCutOff, Failure

@@ -192,16 +192,22 @@ def test_loads_begin_again_when_nothing_is_kept_although_the_failed_one_has_not_
     )
 
 
-def test_a_prompt_that_does_not_fit_beside_what_is_lent_back_holds_nobody_up() -> None:
+def lending_back(prompt_tokens: int, *, max_tokens: int, drafts: int = 0) -> HybridEngine:
+    """A decode engine of 40 blocks that has answered three prompts."""
     both_ways = {"bidirectional_kv_xfer": True}
     prefill = HybridEngine([full()], engine_id="p", options=both_ways)
-    decode = HybridEngine([full()], engine_id="d", blocks=41, options=both_ways)
+    decode = HybridEngine([full()], engine_id="d", blocks=41, options=both_ways, drafts=drafts)
     for number in range(3):
-        tokens, name = tokens_of(8 * BLOCK_TOKENS, seed=20 + number), f"answer-{number}"
+        tokens, name = tokens_of(prompt_tokens, seed=20 + number), f"answer-{number}"
         prefill.prefill(name, tokens)
-        decode.load(name, tokens, prefill.params[name], max_tokens=2)
+        decode.load(name, tokens, prefill.params[name], max_tokens=max_tokens)
         decode.loaded(name)
-        run(decode, 4)
+        run(decode, 2 * max_tokens)
+    return decode
+
+
+def test_a_prompt_that_does_not_fit_beside_what_is_lent_back_holds_nobody_up() -> None:
+    decode = lending_back(8 * BLOCK_TOKENS, max_tokens=2)
     lent = {name for name in decode.params if name.startswith("answer")}
     assert lent
     decode.submit("long", LONG, None)
@@ -384,16 +390,8 @@ def test_a_prompt_is_judged_by_what_vllm_asks_for_it(why: str) -> None:
 
 def test_blocks_that_an_answer_has_for_drafts_are_lent_back_with_it() -> None:
     """vLLM keeps them as long; of what is computed the last block is full."""
-    both_ways = {"bidirectional_kv_xfer": True}
-    prefill = HybridEngine([full()], engine_id="p", options=both_ways)
-    decode = HybridEngine([full()], engine_id="d", blocks=41, options=both_ways, drafts=3)
-    for number in range(3):
-        tokens, name = tokens_of(8 * BLOCK_TOKENS - 2, seed=20 + number), f"answer-{number}"
-        prefill.prefill(name, tokens)
-        decode.load(name, tokens, prefill.params[name], max_tokens=3)
-        decode.loaded(name)
-        run(decode, 6)
-        assert decode.params[name]
+    decode = lending_back(8 * BLOCK_TOKENS - 2, max_tokens=3, drafts=3)
+    assert all(decode.params[f"answer-{number}"] for number in range(3))
     kept = decode.scheduler.connector._scheduler._kept  # type: ignore[union-attr]
     pool = decode.scheduler.kv_cache_manager.block_pool
     assert kept.lent_back == pool.num_gpu_blocks - 1 - pool.get_num_free_blocks() == 27

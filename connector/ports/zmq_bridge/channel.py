@@ -24,7 +24,7 @@ from functools import partial
 import trio
 import zmq
 
-from connector.addresses import PORT_MAX, is_ip_address
+from connector.addresses import is_ip_address
 from connector.observe.log import log_crash
 from connector.ports.doorman import Doorman, connections_max
 from connector.ports.gate import ANYBODY, Access, Gate
@@ -374,7 +374,7 @@ class ZmqSideChannel:
 
 def _check_address(host: str, port: int, *, port_min: int) -> None:
     """Refuse what cannot be an address, before libzmq or a name server sees it."""
-    if not port_min <= port <= PORT_MAX:
-        raise SideChannelError(host, port, f"the port must be {port_min} to {PORT_MAX}")
+    if not port_min <= port <= 65535:
+        raise SideChannelError(host, port, f"the port must be {port_min} to 65535")
     if not is_ip_address(host) and _HOST_NAME.fullmatch(host) is None:
         raise SideChannelError(host[:256], port, "neither an IP address nor a host name")

@@ -659,11 +659,16 @@ class VllmEngine:
         if strangers:
             self.around.oracles.complain("blocks", f"{self.name}: {sorted(strangers)} are gone and hold blocks")
 
+    @property
+    def _blocks_in_use(self) -> int:
+        """Out of the pool, whoever has them; without the null block."""
+        return int(self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks())
+
     def _check_standstill(self, computed: bool) -> None:
         """Nobody is served for the sake of one that waits for blocks in quarantine or lent back, and not for others."""
         side = self.scheduler.connector.scheduler_side
         kept = side._kept
-        in_use = self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks()
+        in_use = self._blocks_in_use
         waiting = [
             request_id
             for request_id, request in self.scheduler.requests.items()
@@ -683,13 +688,12 @@ class VllmEngine:
     def leftovers(self) -> list[str]:
         """What should not be there when nobody wants anything any more."""
         side = self.scheduler.connector.scheduler_side
-        pool_blocks = self._pool.num_gpu_blocks - 1
         counts = {
             "requests that load KV": len(side._loads._loads),
             "requests that are answered or lent": len(side._lends._granting._grants),
             "far ends of windows": len(side._lends._far_ends.held),
             "requests": len(self.scheduler.requests),
-            "blocks in use": pool_blocks - self._pool.get_num_free_blocks(),
+            "blocks in use": self._blocks_in_use,
         }
         for rank, connector in zip(self.process.ranks, self._connectors, strict=True):
             supervisor, ledger = rank.supervisor, connector.worker_side.ledger
