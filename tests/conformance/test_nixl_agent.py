@@ -682,6 +682,26 @@ class TestRealNixlPort(NixlPortSuite):
 
         self.run(scenario)
 
+    def test_a_removal_that_nixl_refuses_takes_no_end_of_a_read_with_it(self, caplog: pytest.LogCaptureFixture) -> None:
+        """The removal waits for a READ, so it comes with the READ's end."""
+
+        async def scenario(world: NixlWorld) -> None:
+            reader, *_ = await reader_and_source(world)
+            await reader.recorder.done(await reader.post([0], [0]))
+            held = Held(reader.port)
+            done, failed = reader.order([1, 3], [1, 3]), reader.order([4], [4])
+            await reader.begun(failed)
+            await reader.port.remove_remote_agent(reader.peer_name)
+            inject(reader.port, remove_remote_agent=_fail)
+            await held.let_go([done], failed=[failed])
+            for handle in (done, failed):
+                await reader.recorder.end_of(handle)
+            await reader.port._call("tidied", lambda _: None)  # which is done before the next call
+            assert reader.port.counts().remote_agents == 0
+
+        self.run(scenario)
+        assert "NIXL keeps agent" in caplog.text
+
     # Names that are not UTF-8
 
     def test_a_sender_whose_name_is_not_utf8_costs_one_poll(self, caplog: pytest.LogCaptureFixture) -> None:
