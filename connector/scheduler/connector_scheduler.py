@@ -219,7 +219,9 @@ class ConnectorScheduler:
         will be lent, note when it came."""
         for_decode = wants_remote_decode(request)
         self._lends.arrive(request, for_decode=for_decode)
-        pull = self._pulls.of_prefill(request) if for_decode else self._pulls.of_decode(request)
+        pull = self._pulls.of_decode(request)
+        if pull is None and for_decode:
+            pull = self._pulls.of_prefill(request)
         if pull is None:
             if not for_decode:
                 self._note_local_prefill(request)

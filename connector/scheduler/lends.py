@@ -331,7 +331,7 @@ class Lends:
 def wants_remote_decode(request: Request) -> bool:
     """Whether another engine goes on from its prompt."""
     try:
-        return classify(request.kv_transfer_params) is ParamsKind.REMOTE_DECODE
+        return ParamsKind.REMOTE_DECODE in classify(request.kv_transfer_params)
     except ParamsError:
         return False
 

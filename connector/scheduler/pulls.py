@@ -14,6 +14,9 @@ An engine may have several KV cache groups (full attention next to sliding windo
 block tables of a request group by group, in the same order. Which blocks of a table travel is in `cache_groups`. Blocks
 are paired by position: after a prefix-cache hit of h blocks D reads P's blocks h.. into its own.
 
+A chain of engines. A request may be loaded here and lent on (`lends`), with all of its prompt, whichever part was
+loaded. Not of a model with states: a state is that of all tokens, and this engine has to compute one more.
+
 Read-back (`bidirectional_kv_xfer`). D keeps the blocks of an answer (`lends`), and the next prompt of the conversation
 comes to P with these parameters: P reads what it has not cached of what both are known to begin with (`prefix_digest`),
 as D would, and computes the rest. All that this saves is time, so whatever is wrong with such parameters, or cannot be
@@ -123,13 +126,18 @@ class Pulls:
         self._numberless = 0
 
     def of_decode(self, request: Request) -> WaitingPull | None:
-        """D: of a request whose KV is on P, as its parameters say; None: it is not to be read from anywhere."""
+        """D: of a request whose KV is on P, as its parameters say; None: they name no P. It may be lent on."""
         params_untrusted = request.kv_transfer_params
         tokens, now_ns = self._tokens_to_load(request), self._clock.now_ns()
         because = None
         try:
-            if classify(params_untrusted) is not ParamsKind.REMOTE_PREFILL:
+            kind = classify(params_untrusted)
+            if ParamsKind.REMOTE_PREFILL not in kind:
                 return None
+            if ParamsKind.REMOTE_DECODE in kind and self._groups.has_states:
+                # What is lent to this engine is the state that the next one needs, and this one has to compute a token.
+                expected = "false when do_remote_prefill is true, for this model, which has states or ring buffers"
+                raise ParamsError(BadParams(field="do_remote_decode", expected=expected, found="true"))
             if not self._may_read:
                 # A request that belongs to D. What is read for it could be overwritten: see `step_overlap`.
                 expected = (

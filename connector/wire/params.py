@@ -88,14 +88,15 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """What `host` was when it was signed: some routers put the host of P's HTTP there."""
 
 
-class ParamsKind(enum.Enum):
-    """What a request asks of the connector."""
+class ParamsKind(enum.Flag):
+    """What a request asks of the connector. With both, this engine is a link of a chain: it reads from one engine, and
+    another one reads from it."""
 
-    NONE = "none"
-    REMOTE_PREFILL = "remote_prefill"
+    NONE = 0
+    REMOTE_PREFILL = enum.auto()
     """We are D: read the KV from P."""
-    REMOTE_DECODE = "remote_decode"
-    """We are P: keep the KV for D. The parameters may name a D to read the beginning of the prompt back from."""
+    REMOTE_DECODE = enum.auto()
+    """We are P: keep the KV for D. Alone, the parameters may name a D to read the beginning of the prompt back from."""
 
 
 class ParamsError(ValueError):
@@ -107,20 +108,12 @@ class ParamsError(ValueError):
 
 
 def classify(raw_untrusted: object) -> ParamsKind:
-    """Which side of a transfer the request is on, from the two flags alone.
-
-    Raises ParamsError when a flag is not a boolean or both are set.
-    """
+    """Which sides of transfers a request is on, from the two flags alone. Raises ParamsError: one is not a boolean."""
     if raw_untrusted is None:
         return ParamsKind.NONE
     raw = _require_dict(raw_untrusted)
-    remote_prefill = _flag(raw, "do_remote_prefill")
-    remote_decode = _flag(raw, "do_remote_decode")
-    if remote_prefill and remote_decode:
-        raise _error("do_remote_decode", "false when do_remote_prefill is true", True)
-    if remote_prefill:
-        return ParamsKind.REMOTE_PREFILL
-    return ParamsKind.REMOTE_DECODE if remote_decode else ParamsKind.NONE
+    kind = ParamsKind.REMOTE_PREFILL if _flag(raw, "do_remote_prefill") else ParamsKind.NONE
+    return kind | ParamsKind.REMOTE_DECODE if _flag(raw, "do_remote_decode") else kind
 
 
 def names_source(raw_untrusted: object) -> bool:

@@ -229,7 +229,7 @@ def _params(data: bytes) -> object:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     kind = params.classify(raw)
-    if kind is params.ParamsKind.REMOTE_DECODE:
+    if kind == params.ParamsKind.REMOTE_DECODE:
         params.names_source(raw)
     return params.parse_remote_prefill(raw)
 

@@ -241,6 +241,8 @@ def test_classify() -> None:
     assert classify({"do_remote_prefill": False, "do_remote_decode": None}) is ParamsKind.NONE
     assert classify({"do_remote_decode": True, "do_remote_prefill": False}) is ParamsKind.REMOTE_DECODE
     assert classify(VALID) is ParamsKind.REMOTE_PREFILL
+    both = classify(VALID | {"do_remote_decode": True})
+    assert both == ParamsKind.REMOTE_PREFILL | ParamsKind.REMOTE_DECODE
 
 
 @pytest.mark.parametrize(
@@ -249,7 +251,6 @@ def test_classify() -> None:
         {"do_remote_prefill": "true"},
         {"do_remote_decode": 1},
         {"do_remote_prefill": []},
-        {"do_remote_prefill": True, "do_remote_decode": True},
     ],
 )
 def test_classify_refuses_flags_that_are_not(raw: Any) -> None:
