@@ -3,7 +3,8 @@
 A client does what a router does: the prompt goes to a prefill engine with `do_remote_decode`, the parameters of its
 answer and the same prompt go to a decode engine. Some clients want two samples of one prompt, use parameters again that
 were used up, have them damaged on the way or handed to another prompt, forge them where engines sign them, or leave, on
-either engine, in whatever status their request has reached.
+either engine, in whatever status their request has reached. Some routers have a third engine load the prompt first, and
+lend it on to the decode engine.
 
 Prompts share prefixes: some are beginnings of one of a few long texts, some go on by themselves after one, others stand
 alone; some are shorter than a block. Where engines read back, some clients go on after the answer: their next prompt
@@ -51,6 +52,7 @@ ABORTS_IN_PREFILL = ("WAITING", "RUNNING", "PREEMPTED", "PREEMPTED")
 """Preemption is rare, so clients wait for it twice as often."""
 ABORTS_IN_READ_BACK = ("WAITING_FOR_REMOTE_KVS", LOADED)
 READ_BACK_ABORT_SHARE = 0.15
+CHAIN_SHARE = 0.1
 GAP_SHARE = 0.5
 GAP_SECONDS_MAX = 0.5
 """How much later than the first one a sample comes: vLLM hands them over one by one."""
@@ -111,6 +113,7 @@ class VllmCluster(Cluster[VllmEngine, VllmEngine]):
         self._priorities = generator(plan.seed, "priorities")
         self._gaps = generator(plan.seed, "gaps between samples")
         self._departures = generator(plan.seed, "departures while an answer is read back")
+        self._chains = generator(plan.seed, "chains of engines")
         self._texts = [_tokens(self._chance, PROMPT_TOKENS_MAX) for _ in range(TEXTS)]
 
     def _circumstances(self) -> list[str]:
@@ -126,8 +129,8 @@ class VllmCluster(Cluster[VllmEngine, VllmEngine]):
 
     def _engine_ids(self) -> int:
         """Parameters that were damaged on their way describe an engine with other sizes, once more for each engine; and
-        P gets to know the decode engines that it reads back from."""
-        return 2 * (super()._engine_ids() + (self._shape.decodes if self._knobs.reads_back else 0))
+        where engines read back or form chains, each gets to know decode engines too."""
+        return 2 * (super()._engine_ids() + self._shape.decodes)
 
     def result(self, real_seconds: float, transitions: Counter[TransitionKey]) -> Result:
         self._requests.cover("overlapping steps", self._knobs.overlaps)
@@ -199,18 +202,24 @@ class VllmCluster(Cluster[VllmEngine, VllmEngine]):
         if params is None:
             return None
         await trio.sleep(chance.uniform(0.0001, 0.006))
+        # P goes on with what it was asked for, and its window moves on with it: it keeps less than D needs.
+        lacks_some = prefilled.max_tokens > 1 and self._shape.model.second is SecondGroup.WINDOW
+        link = self._draw_link(prefill, decode)
+        if link is not None:
+            params = await self._lend_on(link, number, prompt, params, may_fail=lacks_some)
+            if params is None:
+                return None
+            lacks_some = False
         if not self._shape.numbers_leases:
             del params["lease_number"]
         params, may_fail = self._damage(params)
         params, is_forged = self._forge(params)
         prompt, is_mistaken = self._mistake(prompt)
-        may_fail |= is_forged or is_mistaken
-        # P goes on with what it was asked for, and its window moves on with it: it keeps less than D needs.
-        may_fail |= prefilled.max_tokens > 1 and self._shape.model.second is SecondGroup.WINDOW
+        may_fail |= is_forged or is_mistaken or lacks_some
         asked = [decode] * (2 if chance.random() < 0.1 else 1)
         self._requests.cover("two samples", len(asked) == 2)
         if chance.random() < SPREAD_SHARE and len(self._decodes) > 1:
-            asked += [each for each in self._decodes if each is not decode]
+            asked += [each for each in self._decodes if each not in (decode, link)]  # which does not read from itself
             self._requests.cover("samples on several engines")
         samples = [
             (
@@ -232,6 +241,34 @@ class VllmCluster(Cluster[VllmEngine, VllmEngine]):
         if chance.random() < 0.08:
             await self._repeat(number, prompt, params, decode)
         return next((ask for _, ask in samples if ask.answer_params is not None), None)
+
+    def _draw_link(self, prefill: VllmEngine, decode: VllmEngine) -> VllmEngine | None:
+        """An engine that loads a prompt before D does, and lends it on; None: D loads from P."""
+        chains = self._chains
+        links = [each for each in self._engines if each not in (prefill, decode) and each.may_read]
+        # What a link would load of a state is what D needs (docs/limits.md).
+        if not links or self._has_states or chains.random() >= CHAIN_SHARE:
+            return None
+        return chains.choice(links)
+
+    async def _lend_on(
+        self, link: VllmEngine, number: int, prompt: tuple[int, ...], params: dict[str, Any], *, may_fail: bool
+    ) -> dict[str, Any] | None:
+        """The parameters of a link's answer; None when there is none."""
+        if not self._shape.numbers_leases:
+            del params["lease_number"]
+        leaves = self._chains.random() < 0.1
+        ask = self._prefill_ask(
+            f"{link.name}-r{number}.link",
+            prompt,
+            1,
+            params=params | {"do_remote_decode": True},
+            abort_in=self._chains.choice(ABORTS_IN_READ_BACK) if leaves else None,
+            may_fail=may_fail,
+        )
+        lent = await self._prefill_prompt(link, ask)
+        self._requests.cover("lent on by a link", lent is not None)
+        return lent
 
     async def _submit_later(self, engine: VllmEngine, ask: Ask, gap_seconds: float, first: Ask) -> None:
         await trio.sleep(gap_seconds)

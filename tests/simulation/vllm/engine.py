@@ -51,6 +51,7 @@ from connector.protocol import (
     WorkerEvent,
 )
 from connector.step_metadata import StepMetadata, WorkerReport
+from connector.step_overlap import may_read
 from statemachine.draining import Draining
 from statemachine.lease import LeaseName
 from tests.rig.content import VOCABULARY_SIZE
@@ -150,6 +151,8 @@ class VllmEngine:
             blocks=cache_config.num_blocks,
             listener_offset_ns=self._chance.randrange(10**15),
         )
+        self.may_read = may_read(config)
+        """Whether requests may have it load what they name."""
         block_size, self._hash_block_size = resolve_kv_cache_block_sizes(cache_config, config)
         make_scheduler = _OverlappingScheduler if self._knobs.overlaps else _PlainScheduler
         with being_born(self._birth(process.ranks[0])):
@@ -542,7 +545,10 @@ class VllmEngine:
             pull.may_fail = self._requests.asks[request_id].may_fail
             if isinstance(command, StartPull):
                 self._loaded_tokens[request_id] = command.num_tokens or 0
-                self._requests.cover("read back", self.role == PREFILL)
+                lends = (self._requests.asks[request_id].params or {}).get("do_remote_decode")
+                loads = (self._requests.asks[request_id].params or {}).get("do_remote_prefill")
+                self._requests.cover("read back", bool(lends and not loads))
+                self._requests.cover("loaded by a link", bool(lends and loads))
         self.around.oracles.start(pull)
 
     def hear(self, tp_rank: int, event: WorkerEvent) -> None:
