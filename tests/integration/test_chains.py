@@ -21,25 +21,21 @@ _FREED_SECONDS = 10
 
 
 @pytest.mark.parametrize(
-    "connectors",
-    [(OURS, OURS, OURS), (BUILTIN, OURS, OURS), (OURS, BUILTIN, OURS), (OURS, OURS, BUILTIN)],
-    ids=["ours", "built-in first", "built-in link", "built-in last"],
+    ("connectors", "staged"),
+    [
+        ((OURS, OURS, OURS), False),
+        ((BUILTIN, OURS, OURS), False),
+        ((OURS, BUILTIN, OURS), False),
+        ((OURS, OURS, BUILTIN), False),
+        ((OURS, OURS, OURS), True),
+    ],
+    ids=["ours", "built-in first", "built-in link", "built-in last", "staged"],
 )
-def test_what_was_loaded_is_lent_on(connectors: tuple[Any, Any, Any], tmp_path: Path) -> None:
+def test_what_was_loaded_is_lent_on(connectors: tuple[Any, Any, Any], staged: bool, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"extra_config": {"kv_lease_duration": 25} | LONG_HANDSHAKE, "staged": staged, **SHAPE}
     with ExitStack() as stack:
         first, link, last = engines = [
-            stack.enter_context(
-                EngineRig(
-                    EngineOptions(
-                        connector,
-                        "kv_both",
-                        free_port(),
-                        extra_config={"kv_lease_duration": 25} | LONG_HANDSHAKE,
-                        **SHAPE,
-                    ),
-                    tmp_path,
-                )
-            )
+            stack.enter_context(EngineRig(EngineOptions(connector, "kv_both", free_port(), **options), tmp_path))
             for connector in connectors
         ]
         for engine in engines:
