@@ -18,6 +18,8 @@ ALREADY_READ = "AlreadyRead"
 """Kind of a request of which nothing was read, because others had read what its parameters name. Not a failure."""
 FREED_ON_P = "FreedOnP"
 """Kind of a request of which nothing was read, because P had freed a part of it. Not a failure."""
+OTHER_ADAPTER = "OtherAdapter"
+"""Kind of a request of which nothing was read, because P had other weights under its adapter's name. Not a failure."""
 NOT_READ = "NotRead"
 """Kind of a lease that D held and let go of without a READ. Not a failure: D had no use for it, or none any more."""
 
@@ -140,6 +142,7 @@ WHAT_TO_DO: dict[str, str] = {
         "again: kv_transfer_params can be used once"
     ),
     FREED_ON_P: "nothing: see docs/limits.md (caches and layouts); a P with this connector keeps what D needs",
+    OTHER_ADAPTER: "load the same adapter on all engines, or give new weights a new name",
     NO_ROOM: (
         "restart the engines whose READs do not end (nixl-actor ps names them), or this engine; what is lent back "
         "(bidirectional_kv_xfer) comes back by itself"

@@ -396,7 +396,14 @@ WAKE_UP_SECONDS = Metric(
 # --- counters -------------------------------------------------------------------------------------------------------
 
 DECODE, PREFILL = "decode", "prefill"
-ABSENT, UNUSABLE, CONTINUED, WINDOW, NO_ROOM = "absent", "unusable", "continued", "window", "no_room"
+ABSENT, UNUSABLE, CONTINUED, WINDOW, ADAPTER, NO_ROOM = (
+    "absent",
+    "unusable",
+    "continued",
+    "window",
+    "adapter",
+    "no_room",
+)
 SIDE_CHANNEL, CONTROL_SOCKET, NOTIFICATIONS = "side_channel", "control_socket", "notifications"
 REFUSED, CUT_OFF, MALFORMED, DROPPED = "refused", "cut_off", "malformed", "dropped"
 DRAINING_REASON, STOPPED_REASON, REQUEST_ID_REASON = "draining", "stopped", "request_id"
@@ -466,11 +473,12 @@ LOCAL_PREFILLS = Metric(
     documentation="Requests whose prompt D computes itself without anybody having asked for that: their "
     "kv_transfer_params are absent (counted on a kv_consumer only), ask for nothing (unusable), are those of a shorter "
     "prompt, with which this one begins, or of an equal one that others have loaded and let go of (continued), or lack "
-    "a block that the last token sees and vLLM has freed on P (window); or vLLM keeps what is free for one whose load "
-    "has failed and that does not fit beside blocks in quarantine or lent back (no_room).",
+    "a block that the last token sees and vLLM has freed on P (window); or P had other weights under the name of their "
+    "adapter (adapter); or vLLM keeps what is free for one whose load has failed and that does not fit beside blocks "
+    "in quarantine or lent back (no_room).",
     side="D",
     labels=("reason",),
-    series=((ABSENT,), (UNUSABLE,), (CONTINUED,), (WINDOW,), (NO_ROOM,)),
+    series=((ABSENT,), (UNUSABLE,), (CONTINUED,), (WINDOW,), (ADAPTER,), (NO_ROOM,)),
 )
 GRANTED_LEASES = Metric(
     name=f"{PREFIX}granted_leases", kind="counter", documentation="Leases that were granted.", side="P"

@@ -48,6 +48,7 @@ from connector.protocol import (
     RoomFound,
     RoomLacking,
 )
+from connector.scheduler.adapters import AdapterWeights
 from connector.scheduler.beside_offloading import tell_offloading_of_reads
 from connector.scheduler.cache_groups import CacheGroups
 from connector.scheduler.draining import SchedulerDraining
@@ -153,7 +154,10 @@ class ConnectorScheduler:
         self._groups = CacheGroups(vllm_config, kv_cache_config)
         self._loads = Loads(shares=self._groups.are_shared)
         self._kept = KeptBlocks()
-        self._pulls = Pulls(vllm_config, self._groups, options, key_file, clock=clock, log_failure=self._log_failure)
+        adapters = AdapterWeights(clock)
+        self._pulls = Pulls(
+            vllm_config, self._groups, options, key_file, adapters, clock=clock, log_failure=self._log_failure
+        )
         advertised = PeerAddress(
             engine_id=self._engine_id,
             host=told_host(self._host),
@@ -169,6 +173,7 @@ class ConnectorScheduler:
             options,
             advertised,
             key_file,
+            adapters,
             clock=clock,
             life=life,
             draining=self._draining,

@@ -26,6 +26,7 @@ from connector.config import ConnectorOptions
 from connector.key_files import ParamsKeyFile
 from connector.observe.log import get_logger, is_said
 from connector.protocol import Command, LeaseComputing, LeaseGranted, LeaseWithdrawn, PeerAddress
+from connector.scheduler.adapters import AdapterWeights
 from connector.scheduler.cache_groups import CacheGroups
 from connector.scheduler.draining import SchedulerDraining
 from connector.scheduler.engine_figures import EngineFigures
@@ -57,6 +58,7 @@ class Lends:
     Args:
         advertised: the address of this engine, as its answers say it.
         key_file: what parameters are signed with; None: they are not.
+        adapters: what is known of them.
         clock: of this process.
         life: of this run of the engine: 32 hex digits.
         draining: whether this engine is to end.
@@ -77,6 +79,7 @@ class Lends:
         options: ConnectorOptions,
         advertised: PeerAddress,
         key_file: ParamsKeyFile | None,
+        adapters: AdapterWeights,
         *,
         clock: Clock,
         life: str,
@@ -90,6 +93,7 @@ class Lends:
         self._options = options
         self._advertised = advertised
         self._key_file = key_file
+        self._adapters = adapters
         self._clock = clock
         self._draining = draining
         self._kept = kept
@@ -323,6 +327,7 @@ class Lends:
             lease_number=grant.lease.number,
             prefix_digests=tuple(digests),
             first_tokens=firsts,
+            adapter_weights=self._adapters.of(request),
         )
         keys = self._key_file.keys if self._key_file is not None else None
         return build_remote_prefill(remote, expires_seconds=expires_seconds, keys=keys)

@@ -5,9 +5,10 @@ vLLM's own hashes of blocks do not serve for it: they differ between processes.
 From P, for D (`prompt_digests`). Parameters get to another request than the one that they were given out for: routers
 mistake one for the other, `/v1/completions` hands one set to all prompts of a call, and a chat template that tells the
 time makes two prompts of one. KV depends on every token before it, so D loads only what is shown to be of the prompt
-that it has, or of what that one begins with. The digest is of the tokens and of the adapter's name. It leaves out what
-may differ between two engines that compute the same: a salt concerns the cache of one engine only, and vLLM's
-identifier of an image depends on the path of the model and on which caches are on.
+that it has, or of what that one begins with. The digest is of the tokens, of embeddings where the client has given
+these, and of the adapter's name. It leaves out what may differ between two engines that compute the same: a salt
+concerns the cache of one engine only, and vLLM's identifier of an image depends on the path of the model and on which
+caches are on. The weights of an adapter are compared beside it (`adapters`).
 
 From D, for P (`prefix_digests`). A conversation's next prompt need not begin with what D has: clients edit what was
 said, and chat templates leave out a model's thoughts or put tokens between. P reads back only what a digest of all that
@@ -23,6 +24,8 @@ import struct
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
@@ -35,13 +38,13 @@ Digests = list[tuple[int, str]]
 
 
 def prompt_digests(request: Request, lengths: Collection[int]) -> Digests:
-    """Digests of tokens and adapter, one for each of `lengths`. Empty where the prompt is given as embeddings."""
+    """Digests of tokens, embeddings and the adapter's name, one for each of `lengths`."""
     return _digests(request, lengths, repr(_adapter(request)), [])
 
 
 def prefix_digests(request: Request, lengths: Collection[int], *, numbers_media: bool) -> Digests:
-    """Digests of all that KV depends on, one for each of `lengths`. Empty where the prompt is given as embeddings, or
-    where its images have no name of their own."""
+    """Digests of all that KV depends on, one for each of `lengths`; the weights of adapters are compared beside them
+    (`adapters`). Empty where the prompt's images have no name of their own."""
     media = request.mm_features or ()
     if media and numbers_media:
         return []
@@ -61,16 +64,24 @@ def _adapter(request: Request) -> str | None:
 
 
 def _digests(request: Request, lengths: Collection[int], scope: str, features: Sequence[tuple[int, str]]) -> Digests:
-    if request.prompt_embeds is not None or request.prompt_token_ids is None:
-        return []
     begun = hashlib.sha256(scope.encode())
     digests, start = [], 0
     for length in sorted(lengths):
         tokens = request.all_token_ids[start:length]
         # Faster than an array that is made from a list.
         begun.update(struct.pack(f"<{len(tokens)}q", *tokens))
+        if request.prompt_embeds is not None:
+            begun.update(_embeddings(request, start, length))
         start = length
         whole = begun.copy()
         whole.update(repr([each for each in features if each[0] < length]).encode())
         digests.append((length, whole.hexdigest()[:DIGEST_LENGTH]))
     return digests
+
+
+def _embeddings(request: Request, start: int, stop: int) -> memoryview:
+    """The bytes of those of a prompt's places that are given as embeddings; in its others there may be anything."""
+    rows = request.prompt_embeds[start:stop]
+    if request.prompt_is_token_ids is not None:
+        rows = rows[~torch.tensor(request.prompt_is_token_ids[start:stop], dtype=torch.bool)]
+    return memoryview(rows.contiguous().view(torch.uint8).reshape(-1).numpy())

@@ -41,6 +41,7 @@ from connector.observe import catalogue
 from connector.observe.event_log import FailureLog, request_subject
 from connector.observe.log import get_logger, is_said
 from connector.protocol import LetGo, PeerAddress, RejectPull, ReleaseUnread, StartPull, TrackLease
+from connector.scheduler.adapters import AdapterWeights
 from connector.scheduler.cache_groups import CacheGroups
 from connector.scheduler.prefix_digest import numbers_media, prefix_digests, prompt_digests
 from connector.step_overlap import may_read
@@ -101,6 +102,7 @@ class Pulls:
 
     Args:
         key_file: what parameters are signed with; None: they are not.
+        adapters: what is known of them.
         clock: of this process.
         log_failure: where it is said what parameters cannot be used for, when no client is told.
     """
@@ -111,6 +113,7 @@ class Pulls:
         groups: CacheGroups,
         options: ConnectorOptions,
         key_file: ParamsKeyFile | None,
+        adapters: AdapterWeights,
         *,
         clock: Clock,
         log_failure: FailureLog,
@@ -118,12 +121,15 @@ class Pulls:
         self._groups = groups
         self._options = options
         self._key_file = key_file
+        self._adapters = adapters
         self._may_read = may_read(vllm_config)
         self._numbers_media = numbers_media(vllm_config)
         self._clock = clock
         self._log_failure = log_failure
         # Prompts whose parameters name the blocks of an answer, and no lease.
         self._numberless = 0
+        # Requests of whose adapter the lender has other weights.
+        self._of_other_adapters = 0
 
     def of_decode(self, request: Request) -> WaitingPull | None:
         """D: of a request whose KV is on P, as its parameters say; None: they name no P. It may be lent on."""
@@ -159,6 +165,8 @@ class Pulls:
             if self._loads(request):
                 tokens = self._tokens_to_go_on_from(remote, request, tokens)
                 because = None if tokens else catalogue.WINDOW
+                if self._has_other_adapter(remote, request):
+                    tokens, because = 0, catalogue.ADAPTER
         except ParamsError as error:
             return WaitingPull(
                 error.failure, tokens=tokens, at_least=0, heard_ns=now_ns, prompt_tokens=request.num_prompt_tokens
@@ -192,7 +200,9 @@ class Pulls:
             return None
         if remote.lease_number is None:
             self._note_numberless(request.request_id)
-        tokens, at_least = self._tokens_to_read_back(request, remote), self._options.kv_recompute_threshold
+        is_other = self._has_other_adapter(remote, request)
+        tokens = 0 if is_other else self._tokens_to_read_back(request, remote)
+        at_least = self._options.kv_recompute_threshold
         return WaitingPull(
             remote, tokens=tokens, at_least=at_least, heard_ns=heard_ns, prompt_tokens=request.num_prompt_tokens
         )
@@ -284,10 +294,30 @@ class Pulls:
         # A digest of fewer tokens than are loaded shows nothing of the rest.
         said = {length: digest for length, digest in remote.prefix_digests if length <= prompt}
         ours = prompt_digests(request, [length for length in said if length >= self._tokens_to_load(request)])
-        # Of embeddings nobody has a digest.
-        is_shown = any(said[length] == digest for length, digest in ours)
-        if not is_shown and (remote.prefix_digests or request.prompt_embeds is None):
+        if not any(said[length] == digest for length, digest in ours):
             raise ParamsError(WrongPrompt(lent_tokens=remote.num_tokens or 0, tokens=prompt))
+
+    def _has_other_adapter(self, remote: RemotePrefill, request: Request) -> bool:
+        """Whether the lender is known to have had other weights under the name of the adapter."""
+        if remote.adapter_weights is None:
+            return False
+        ours = self._adapters.of(request)
+        if ours is None or ours == remote.adapter_weights:
+            return False
+        self._of_other_adapters += 1
+        if is_said(self._of_other_adapters):
+            assert request.lora_request is not None
+            _log.warning(
+                "the prompt of request %s is computed here: its adapter %s has other weights here (%s) than engine %s "
+                f"had{ADVICE_FOLLOWS}load the same adapter on all engines; new weights under a new name need no such "
+                "moment (number %d)",
+                request.request_id,
+                request.lora_request.lora_name,
+                request.lora_request.lora_path,
+                remote.engine_id,
+                self._of_other_adapters,
+            )
+        return True
 
     def _note_numberless(self, request_id: str) -> None:
         """P: parameters of an answer that say neither what is lent nor under which number: nothing is read."""

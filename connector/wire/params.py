@@ -8,9 +8,9 @@ in protobuf's Struct, which has one kind of number: what P said in integers come
 where it is whole. Dynamo's sidecar for vLLM sends `remote_port`, and no other, as a text, for the built-in connector's
 sake, which would put the float into an address.
 
-The keys and their meaning are those of the built-in connector. Five are ours, and ignored by a built-in engine, which
-does not send them: `lease_number`, `prefix_digests`, `first_tokens` (`RemotePrefill`), `signature` and, beside it,
-`signed_host` (`connector.wire.signatures`).
+The keys and their meaning are those of the built-in connector. Six are ours, and ignored by a built-in engine, which
+does not send them: `lease_number`, `prefix_digests`, `first_tokens`, `adapter_weights` (`RemotePrefill`), `signature`
+and, beside it, `signed_host` (`connector.wire.signatures`).
 
 Parsing runs on the engine's scheduler thread. The whole dict is converted in one call of msgspec; only when that fails
 are such numbers looked for, and then the fields one by one to find the culprit, so the common case stays cheap.
@@ -82,6 +82,9 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     first_tokens: tuple[int, ...] = ()
     """Per cache group, the token that its first block begins with (0: of a state). None: each begins with the first, or
     P is a built-in one."""
+    adapter_weights: str | None = None
+    """Fingerprint of the weights of the request's adapter (`connector.scheduler.adapters`). None: it has none, they are
+    not known, or P is a built-in one."""
     signature: str | None = None
     """The signature covers all other fields; see `require_genuine`."""
     signed_host: str | None = None
@@ -158,6 +161,7 @@ def parse_remote_prefill(raw_untrusted: object) -> RemotePrefill:
         lease_number=wire.lease_number,
         prefix_digests=wire.prefix_digests,
         first_tokens=wire.first_tokens,
+        adapter_weights=wire.adapter_weights,
         signature=wire.signature,
         signed_host=wire.signed_host,
     )
@@ -220,6 +224,8 @@ def build_remote_prefill(
     }
     if remote.first_tokens:
         made["first_tokens"] = list(remote.first_tokens)
+    if remote.adapter_weights is not None:
+        made["adapter_weights"] = remote.adapter_weights
     if keys is not None:
         made["signature"] = keys.sign(remote, lends_back=lends_back)
         made["signed_host"] = remote.host
@@ -283,6 +289,7 @@ _FIELDS = (
         f"at most {GROUPS_MAX} numbers of a token, each at most {TOKENS_MAX}",
         (),
     ),
+    _WireField("adapter_weights", _Digest | None, "a text of at most 64 characters, or null", None),
     _WireField(
         "signature",
         Annotated[str, Meta(max_length=SIGNATURE_LENGTH_MAX)] | None,

@@ -13,7 +13,6 @@ token_scales        has scales that lie in it laid out before anything is read
 parallelism         which part of the KV cache this worker holds
 kv_identity         what its bytes mean
 compatibility_hash  what two engines must have in common, as one value
-weights             a fingerprint of the weights
 turboquant          the two orders of a block of TurboQuant
 cpu_attention       the order of attention on CPUs
 packing             puts blocks into that order

@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec, kv_cache_uses_per_token_head
 from connector.layout.geometry import CacheGroup
 from connector.layout.shapes import SLOTS, STATE_OF_RANK, LayerShape, shard
 from connector.observe.log import get_logger
+from connector.weights import WeightsUnknown, weights_fingerprint
 from connector.wire.bounded import shorten
 from connector.wire.identity import (
     CACHE_DTYPE,
@@ -46,7 +47,6 @@ from connector.wire.identity import (
 from connector.worker.compatibility_hash import compatibility_factors
 from connector.worker.cpu_attention import element_order, layers_of
 from connector.worker.turboquant import is_in_arrays
-from connector.worker.weights import WeightsUnknown, weights_fingerprint
 
 NONE = "none"
 

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -201,6 +202,12 @@ class Client:
         asked = {"reset_external": "true", "reset_running_requests": str(with_running).lower()}
         response = self._http.post("/reset_prefix_cache", params=asked)
         return response.json()["success"] if response.status_code == httpx.codes.OK else None
+
+    def load_adapter(self, name: str, path: Path) -> None:
+        """Have the weights at `path` stand under that name, whatever has. The engine needs
+        VLLM_ALLOW_RUNTIME_LORA_UPDATING."""
+        body = {"lora_name": name, "lora_path": str(path), "load_inplace": True}
+        self._http.post("/v1/load_lora_adapter", json=body).raise_for_status()
 
     def metrics_page(self) -> str:
         """Everything that the server shows to Prometheus."""

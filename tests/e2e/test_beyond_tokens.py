@@ -116,12 +116,14 @@ class Pair:
 
     def __init__(self, directory: Path, engines: EngineSet) -> None:
         self.traces = Traces(directory / "traces")
-        adapters = [f"{name}={adapter(directory / name, seed)}" for seed, name in enumerate(ADAPTERS)]
+        self.adapters = {name: adapter(directory / name, seed) for seed, name in enumerate(ADAPTERS)}
+        adapters = [f"{name}={path}" for name, path in self.adapters.items()]
         common: dict[str, Any] = {
             "model": tiny_idefics(),
             "logs": directory / "logs",
             "trace_directory": self.traces.directory,
             "context_tokens": CONTEXT_TOKENS,
+            "environment": {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"},
             "max_num_batched_tokens": CHUNK_TOKENS,
             "arguments": (
                 *("--enable-lora", "--max-lora-rank", str(ADAPTER_RANK), "--max-loras", str(len(ADAPTERS))),
@@ -195,8 +197,8 @@ def test_in_one_step(pair: Pair, kind: Kind) -> None:
 
 
 def test_the_answer_shows_when_the_kv_is_anothers(pair: Pair, kind: Kind) -> None:
-    """What the comparisons rest on: with the KV of another image or embedding the answer is another. That of another
-    adapter is not read: it has a name, which is compared."""
+    """What the comparisons rest on: with the KV of another image the answer is another. That of another adapter is not
+    read, nor that of other embeddings: they are compared."""
     prompts = kind("another")
     for (name, asked), (other_name, other) in permutations(prompts.items(), 2):
         params = pair.service.prefill(other).kv_transfer_params
@@ -205,7 +207,7 @@ def test_the_answer_shows_when_the_kv_is_anothers(pair: Pair, kind: Kind) -> Non
         # No block of it stays in D's prefix cache under the name of what was asked for.
         ask = partial(pair.service.decode_client.complete, kv_transfer_params=params, cache_salt="wrong")
         wrong = ask(asked, request_id=key)
-        if kind is of_adapters:
+        if kind is not of_images:
             assert wrong.status == 500
             assert pair.traces.last_record(key).reason == "WrongPrompt"
             # vLLM has the blocks of a request that fails released: they are of no use to the other either.
@@ -227,7 +229,7 @@ def test_engines_may_name_an_image_differently(pair: Pair) -> None:
 
 
 def test_only_its_own_conversation_reads_an_answer_back(pair: Pair, kind: Kind) -> None:
-    """Where embeddings are in it nothing is: nothing that both engines know tells two of them apart."""
+    """Of embeddings the prompt alone: what D has sampled behind it comes back as embeddings, not as tokens."""
     topic = "conversation"
     (name, begun), *_ = kind(topic).items()
     for next_name, continued in kind(topic, FURTHER).items():
@@ -239,7 +241,7 @@ def test_only_its_own_conversation_reads_an_answer_back(pair: Pair, kind: Kind) 
             continued, max_tokens=1, request_id=f"{key}-p", kv_transfer_params=answered.kv_transfer_params
         )
         assert again.kv_transfer_params is not None, again.error
-        is_read_back = next_name == name and kind in (of_adapters, of_images)
+        is_read_back = next_name == name
         assert pair.service.prefill_client.metric(READS) == reads + is_read_back
         if is_read_back:
             request, _ = pair.traces.assert_plain(f"{key}-p")
@@ -247,6 +249,37 @@ def test_only_its_own_conversation_reads_an_answer_back(pair: Pair, kind: Kind) 
         answer = pair.service.decode(continued, again.kv_transfer_params, f"{key}-d")
         assert answer.ok, answer.error
         assert answer.token_ids == pair.service.alone(continued).token_ids
+
+
+def test_new_weights_under_a_name_come_to_one_engine_first(pair: Pair) -> None:
+    """D computes what P has computed with those of before, and reads when P has the same again; nor does P read back
+    what D has answered with those of before."""
+    one, other = pair.adapters.values()
+    engines = (pair.service.prefill_client, pair.service.decode_client)
+    texts = {each: prompt(TEXT_TOKENS, f"rolled {each}") for each in ("one", "two", "three")}
+    asked = {each: {"model": "rolled", "prompt": text} for each, text in texts.items()}
+    for engine in engines:
+        engine.load_adapter("rolled", one)
+    begun = pair.service.pd(asked["one"], "rolled-before")
+    pair.assert_read(begun, pair.service.alone(asked["one"]), "rolled-before", blocks_of(begun.prompt_tokens))
+
+    pair.service.decode_client.load_adapter("rolled", other)
+    reads = pair.service.decode_client.metric(READS)
+    between = pair.service.pd(asked["two"], "rolled-between")
+    right = pair.service.alone(asked["two"]).token_ids
+    assert between.token_ids == right != pair.service.prefill_client.complete(asked["two"]).token_ids
+    assert pair.service.decode_client.metric(READS) == reads
+    assert pair.service.decode_client.complete(asked["two"]).token_ids == right, "from its prefix cache"
+
+    pair.service.prefill_client.load_adapter("rolled", other)
+    after = pair.service.pd(asked["three"], "rolled-after")
+    pair.assert_read(after, pair.service.alone(asked["three"]), "rolled-after", blocks_of(after.prompt_tokens))
+    reads = pair.service.prefill_client.metric(READS)
+    continued = {"model": "rolled", "prompt": texts["one"] + FURTHER}
+    again = pair.service.prefill_client.complete(continued, max_tokens=1, kv_transfer_params=begun.kv_transfer_params)
+    assert pair.service.prefill_client.metric(READS) == reads
+    answer = pair.service.decode(continued, again.kv_transfer_params, "rolled-on")
+    pair.assert_read(answer, pair.service.alone(continued), "rolled-on", blocks_of(answer.prompt_tokens))
 
 
 def test_blocks_come_back_on_both_sides(pair: Pair) -> None:

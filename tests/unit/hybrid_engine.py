@@ -171,19 +171,20 @@ class HybridEngine:
     def submit(
         self,
         name: str,
-        tokens: Sequence[int],
+        tokens: Sequence[int] | None,
         params: dict[str, Any] | None,
         *,
         max_tokens: int = 1,
         prompt_logprobs: int | None = None,
         abort_immediately: bool = False,
         priority: int = 0,
+        **given: Any,
     ) -> Request:
         """A request arrives. `params` as the client sends them; `abort_immediately` if vLLM has refused the request;
-        the lower `priority` is served first."""
+        the lower `priority` is served first; `given`: what else vLLM's request has, an adapter, embeddings."""
         request = Request(
             request_id=name,
-            prompt_token_ids=list(tokens),
+            prompt_token_ids=None if tokens is None else list(tokens),
             sampling_params=SamplingParams(
                 max_tokens=max_tokens,
                 ignore_eos=True,
@@ -194,6 +195,7 @@ class HybridEngine:
             block_hasher=block_hasher(self.match_tokens),
             abort_immediately=abort_immediately,
             priority=priority,
+            **given,
         )
         self.scheduler.add_request(request)
         return request
@@ -262,9 +264,17 @@ class HybridEngine:
         if output.finish_reason is not None:
             self.finished[output.request_id] = str(output.finish_reason)
 
-    def run(self, name: str, tokens: Sequence[int], params: dict[str, Any] | None, *, max_tokens: int = 1) -> None:
-        """A request that needs nothing from outside, from its arrival to its end."""
-        self.submit(name, tokens, params, max_tokens=max_tokens)
+    def run(
+        self,
+        name: str,
+        tokens: Sequence[int] | None,
+        params: dict[str, Any] | None,
+        *,
+        max_tokens: int = 1,
+        **given: Any,
+    ) -> None:
+        """A request that needs nothing from outside, from its arrival to its end. `given`: as for `submit`."""
+        self.submit(name, tokens, params, max_tokens=max_tokens, **given)
         for _ in range(50):
             self.step()
             if name in self.finished:

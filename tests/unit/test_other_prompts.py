@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,9 +21,10 @@ from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from connector.protocol import RejectPull, ReleaseUnread, StartPull
+from connector.protocol import LocalPrefillsSeen, RejectPull, ReleaseUnread, StartPull
 from connector.scheduler.prefix_digest import prompt_digests
 from statemachine.failures import WrongPrompt
+from tests.unit.adapter_files import save_adapter
 from tests.unit.hybrid_engine import (
     BLOCK_TOKENS,
     REMOTE_DECODE,
@@ -63,7 +65,7 @@ def lent(*specs: KVCacheSpec, max_tokens: int = 1) -> dict[str, Any]:
 
 
 def asked(
-    decode: HybridEngine, prompt: list[int], params: dict[str, Any], **settings: Any
+    decode: HybridEngine, prompt: list[int] | None, params: dict[str, Any], **settings: Any
 ) -> StartPull | ReleaseUnread | RejectPull:
     """What the worker is told of a request with these parameters."""
     decode.submit("r", prompt, params, **settings)
@@ -249,11 +251,82 @@ def test_what_vllm_has_refused_is_released() -> None:
     assert decode.is_released_unread("r")
 
 
+def lora(path: Path) -> dict[str, Any]:
+    return {"lora_request": LoRARequest("adapter", 1, str(path))}
+
+
+def embeds(*rows: float) -> dict[str, Any]:
+    return {"prompt_embeds": torch.tensor(rows).repeat_interleave(4).reshape(-1, 4)}
+
+
+@pytest.mark.parametrize(
+    ("weights", "reads"), [(1.0, True), (2.0, False), (None, True)], ids=["equal", "other", "not known"]
+)
+def test_the_weights_of_an_adapter_are_compared(
+    weights: float | None, reads: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where they are other ones D computes the prompt, with those that it has."""
+    prefill, decode = engine("p"), engine("d")
+    prefill.run("a", PROMPT, REMOTE_DECODE, **lora(save_adapter(tmp_path / "p", 1.0)))
+    there = tmp_path / "d" if weights is None else save_adapter(tmp_path / "d", weights)
+    told = asked(decode, PROMPT, prefill.params["a"], max_tokens=2, **lora(there))
+    assert isinstance(told, StartPull if reads else ReleaseUnread)
+    assert ("its adapter adapter has other weights here" in caplog.text) is not reads
+    if not reads:
+        decode.step()
+        assert decode.computed["r"] == len(PROMPT) + 1
+        (seen,) = [each for each in decode.commands if isinstance(each, LocalPrefillsSeen)]
+        assert [(each.request_id, each.reason) for each in seen.named] == [("r", "adapter")]
+
+
+def test_an_adapter_that_was_pointed_at_other_weights_meanwhile_is_another_one(tmp_path: Path) -> None:
+    """Of a request that P has computed before."""
+    prefill = engine("p")
+    before, after = (lora(save_adapter(tmp_path / str(weights), weights)) for weights in (1.0, 2.0))
+    prefill.run("a", PROMPT, REMOTE_DECODE, **before)
+    assert isinstance(asked(engine("d"), PROMPT, prefill.params["a"], **after), ReleaseUnread)
+    prefill.run("b", PROMPT, REMOTE_DECODE, **after)
+    assert isinstance(asked(engine("d"), PROMPT, prefill.params["b"], **after), StartPull)
+
+
+def test_embeddings_of_another_prompt_are_not_taken_for_this_ones() -> None:
+    """vLLM answers a call with several prompts with the parameters of the first."""
+    rows = [float(row) for row in range(3 * BLOCK_TOKENS)]
+    prefill = engine("p")
+    prefill.run("a", None, REMOTE_DECODE, **embeds(*rows))
+    params = json.loads(json.dumps(prefill.params["a"]))
+    assert isinstance(asked(engine("d"), None, params, **embeds(*rows)), StartPull)
+    others = ([*rows[:-1], 1.5], [0.5, *rows[1:]], rows[:-1], [0.0] * len(rows), list(range(len(rows))))
+    for other in others[:-1]:
+        told = asked(engine("d"), None, params, **embeds(*other))
+        assert isinstance(told, RejectPull)
+        assert isinstance(told.failure, WrongPrompt)
+    told = asked(engine("d"), [0] * len(rows), params)
+    assert isinstance(told, RejectPull), "tokens where there were embeddings"
+
+
+def test_what_stands_in_place_of_an_embedding_does_not_matter() -> None:
+    """A chat has both: where there is a token vLLM has anything among the embeddings, and no token where there is
+    none."""
+    mask = [True, False, True, False]
+
+    def digest(tokens: list[int], *rows: float, dtype: torch.dtype = torch.float32) -> object:
+        given = {"prompt_embeds": torch.tensor([rows]).T.to(dtype), "prompt_is_token_ids": mask}
+        return prompt_digests(request(tokens, **given), {2, 3, 4, 6})  # one has no embedding, and two are behind all
+
+    plain = digest([5, 7, 6, 8], 9.0, 1.0, 9.0, 2.0)
+    assert digest([5, 1, 6, 1], 3.0, 1.0, 3.0, 2.0) == plain
+    for other in (digest([4, 7, 6, 8], 9.0, 1.0, 9.0, 2.0), digest([5, 7, 6, 8], 9.0, 1.5, 9.0, 2.0)):
+        assert not set(other) & set(plain)  # type: ignore[call-overload]
+    assert digest([5, 7, 6, 8], 9.0, 1.0, 9.0, 3.0)[0] == plain[0]  # type: ignore[index]
+    assert digest([5, 7, 6, 8], 9.0, 1.0, 9.0, 2.0, dtype=torch.bfloat16) != plain
+
+
 def request(tokens: list[int] | None, **others: Any) -> Request:
     return Request("r", tokens, SamplingParams(max_tokens=1), None, **others)
 
 
-def test_the_digest_is_of_tokens_and_adapter_only() -> None:
+def test_the_digest_is_of_tokens_and_the_name_of_the_adapter_only() -> None:
     """A salt is for the cache of one engine, and two engines may name an image differently."""
     place = PlaceholderRange(offset=5, length=2)
     image = MultiModalFeatureSpec(data=None, modality="image", identifier="renderer0-mm-1", mm_position=place)
@@ -264,4 +337,3 @@ def test_the_digest_is_of_tokens_and_adapter_only() -> None:
     adapter = LoRARequest("adapter", 1, "/nowhere")
     for other in (request(PROMPT, lora_request=adapter), request([*PROMPT[:10], 999, *PROMPT[11:]])):
         assert not set(prompt_digests(other, {40, 20})) & set(plain)
-    assert prompt_digests(request(None, prompt_embeds=torch.zeros(4, 8)), {2}) == []

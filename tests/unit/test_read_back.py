@@ -205,7 +205,7 @@ def test_without_a_digest_that_fits_nothing_is_read(change: Any) -> None:
 def test_a_digest_is_of_all_that_kv_depends_on() -> None:
     """Tokens, what stands for images among them, the adapter, and the salt that keeps users apart."""
 
-    def request(tokens: list[int], **others: Any) -> Request:
+    def request(tokens: list[int] | None, **others: Any) -> Request:
         sampling = SamplingParams(max_tokens=1)
         return Request("r", tokens, sampling, None, **others)
 
@@ -233,8 +233,9 @@ def test_a_digest_is_of_all_that_kv_depends_on() -> None:
     assert found[0] == dict(digests(request(tokens), [10, 20, 40]))
     behind = request(tokens, mm_features=[image("one", 25)])
     assert dict(digests(behind, [20])) == {20: found[0][20]}
-    embeds = Request("e", None, SamplingParams(max_tokens=1), None, prompt_embeds=torch.zeros(4, 8))
-    assert digests(embeds, [2]) == []
+    embeds = [request(None, prompt_embeds=each) for each in (torch.zeros(4, 8), torch.ones(4, 8))]
+    assert digests(embeds[0], [2]) == digests(request(None, prompt_embeds=torch.zeros(3, 8)), [2])
+    assert digests(embeds[0], [2]) != digests(embeds[1], [2])
     assert digests(requests[2], [20], numbers_media=True) == []
     assert digests(requests[0], [20], numbers_media=True) == digests(requests[0], [20])
 

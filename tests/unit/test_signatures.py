@@ -50,6 +50,7 @@ LENT = RemotePrefill(
     lease_number=2**62,
     prefix_digests=((100, "ab"), (200, "cd")),
     first_tokens=(0, 176),
+    adapter_weights="0123abcd",
 )
 
 CHANGED: dict[str, Any] = {
@@ -65,6 +66,7 @@ CHANGED: dict[str, Any] = {
     "lease_number": 2**62 + 1,
     "prefix_digests": ((100, "ab"), (200, "ce")),
     "first_tokens": (0, 160),
+    "adapter_weights": None,
     "signed_host": "10.0.0.2",
 }
 """Another value for each field of the parameters."""

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from connector.worker import weights
-from connector.worker.weights import WeightsUnknown, fingerprint_of, weights_fingerprint
+from connector import weights
+from connector.weights import WeightsUnknown, fingerprint_of, weights_fingerprint
 
 LAYERS = 5
 KINDS = ("q_proj", "k_proj", "mlp.down_proj")

@@ -23,13 +23,13 @@ import torch
 from connector.layout.verification import spread
 from connector.protocol import Stretch
 from connector.scheduler.prefix_digest import prefix_digests, prompt_digests
+from connector.weights import fingerprint_of
 from connector.wire import administration, control, handshake, inspection, notifications
 from connector.wire.identity import KvIdentity, LayerIdentity
 from connector.wire.metadata import AgentMetadata, decode_agent_metadata, encode_agent_metadata
 from connector.wire.params import RemotePrefill, build_remote_prefill, parse_remote_prefill, require_genuine
 from connector.wire.signatures import parse_keys
 from connector.worker.block_sums import BlockSums
-from connector.worker.weights import fingerprint_of
 from statemachine.lease import LeaseName
 from statemachine.trace import TransitionRecord
 from tests.rig.facts import LEAVE_SECRET, facts

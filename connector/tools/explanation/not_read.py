@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from connector.observe import catalogue
-from connector.observe.advice import ALREADY_READ, FREED_ON_P, NO_PARAMETERS, NO_ROOM, NOT_READ, WHAT_TO_DO
+from connector.observe.advice import (
+    ALREADY_READ,
+    FREED_ON_P,
+    NO_PARAMETERS,
+    NO_ROOM,
+    NOT_READ,
+    OTHER_ADAPTER,
+    WHAT_TO_DO,
+)
 from connector.observe.history import (
     deciding_rank,
 )
@@ -143,6 +151,10 @@ NOTHING_READ = {
     catalogue.WINDOW: (
         FREED_ON_P,
         "{engine} computed the prompt itself: P lends too little of a window, which had moved on there",
+    ),
+    catalogue.ADAPTER: (
+        OTHER_ADAPTER,
+        "{engine} computed the prompt itself: P had other weights under the name of its adapter",
     ),
     catalogue.NO_ROOM: (
         NO_ROOM,

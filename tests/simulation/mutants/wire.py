@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from connector import weights
 from connector.layout import verification
 from connector.runtime import handshake, lease_keeper, listener, peer_actor
 from connector.runtime.connections import Connections
@@ -43,6 +44,15 @@ def _edit_worker(module: str, function: str, before: str, after: str) -> Do:
     return Do(
         lambda patch: patch.edit(
             getattr(importlib.import_module(f"connector.worker.{module}"), function), before, after
+        )
+    )
+
+
+def _edit_adapters(method: str, before: str, after: str) -> Do:
+    """An edit of what of a prompt is read, which imports vLLM."""
+    return Do(
+        lambda patch: patch.edit(
+            getattr(importlib.import_module("connector.scheduler.pulls").Pulls, method), before, after
         )
     )
 
@@ -161,19 +171,36 @@ IDENTITY = (
         name="weights are known by their shapes",
         row=15,
         broken="the fingerprint of the weights is one of names, types and shapes alone",
-        changes=(_edit_worker("weights", "_of_tensors", "digest.update(samples[name])", "pass"),),
+        changes=(Edit(weights._of_tensors, "digest.update(samples[name])", "pass"),),
         place=ByTest("tests/unit/test_weights.py::test_one_tensor_that_differs_is_seen_whichever_it_is"),
     ),
     Mutant(
         name="weights are known by one kind of tensor",
         row=15,
         broken="of the tensors only some are looked at, by their order",
+        changes=(Edit(weights._of_tensors, "heapq.nsmallest(TENSORS_MAX, tensors,", "heapq.nsmallest(5, tensors,"),),
+        place=ByTest("tests/unit/test_weights.py::test_one_tensor_that_differs_is_seen_whichever_it_is"),
+    ),
+    Mutant(
+        name="adapters are known by their names",
+        broken="an adapter of the same name is taken for the same, whatever weights P had under it",
+        changes=(_edit_adapters("_has_other_adapter", "if remote.adapter_weights is None:", "if True:"),),
+        place=ByTest("tests/unit/test_other_prompts.py::test_the_weights_of_an_adapter_are_compared"),
+    ),
+    Mutant(
+        name="embeddings are all alike",
+        row=32,
+        broken="a prompt that is given as embeddings is known by their number",
         changes=(
-            _edit_worker(
-                "weights", "_of_tensors", "heapq.nsmallest(TENSORS_MAX, tensors,", "heapq.nsmallest(5, tensors,"
+            Do(
+                lambda patch: patch.edit(
+                    importlib.import_module("connector.scheduler.prefix_digest")._digests,
+                    "if request.prompt_embeds is not None:",
+                    "if False:",
+                )
             ),
         ),
-        place=ByTest("tests/unit/test_weights.py::test_one_tensor_that_differs_is_seen_whichever_it_is"),
+        place=ByTest("tests/unit/test_other_prompts.py::test_embeddings_of_another_prompt_are_not_taken_for_this_ones"),
     ),
     Mutant(
         name="a model is its path",

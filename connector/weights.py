@@ -11,6 +11,8 @@ where they are that few, is that only some kinds of them may be.
 Files of other formats are fingerprinted by name, size and sixteen kilobytes of each. Random weights
 (`--load-format dummy`) are the same in all engines: vLLM draws them from a fixed seed, whatever --seed says.
 
+An adapter (LoRA) is fingerprinted likewise, with those entries of its configuration that scale what its weights add.
+
 Not known, and then not compared: weights that are no local files (object stores, tensorizer, another process's memory),
 and what was changed in memory after loading.
 """
@@ -38,6 +40,10 @@ SAMPLE_BYTES = 1024
 SAMPLES_OF_A_FILE = 16
 HEADER_BYTES_MAX = 100_000_000
 """What the format allows."""
+
+ADAPTER_CONFIG = "adapter_config.json"
+_OF_ADAPTERS = ("r", "lora_alpha", "use_rslora", "use_dora", "bias", "target_modules", "modules_to_save")
+"""Entries of an adapter's configuration that vLLM computes by; the others name its base, or are of its training."""
 
 DUMMY = "dummy"
 FROM_FILES = frozenset(
@@ -100,19 +106,40 @@ def fingerprint_of(location: Path) -> str:
     return _of_files(sorted(files))
 
 
+def adapter_directory(path: str) -> Path:
+    """Where an adapter lies that vLLM has loaded from `path`. Raises OSError and WeightsUnknown."""
+    location = Path(path).expanduser()
+    return location if location.is_absolute() or location.exists() else _snapshot(path)
+
+
+def adapter_fingerprint(directory: Path) -> str:
+    """Equal for two adapters of the same weights. Reads files. Raises WeightsUnknown."""
+    try:
+        config = json.loads((directory / ADAPTER_CONFIG).read_bytes())
+        said = {key: config.get(key) for key in _OF_ADAPTERS}
+        if isinstance(modules := said["target_modules"], list):
+            said["target_modules"] = sorted(modules)  # a set, where it was written
+        whole = f"{json.dumps(said, sort_keys=True)} {fingerprint_of(directory)}"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsUnknown(f"{type(error).__name__}: {error}") from error
+    return hashlib.sha256(whole.encode()).hexdigest()[:32]
+
+
 def _location(model: ModelConfig, load: LoadConfig) -> Path:
     """Raises WeightsUnknown."""
     if model.model_weights and model.model_weights != model.model:
         raise WeightsUnknown(f"they were read from {model.model_weights}")
     if os.path.exists(model.model):
         return Path(model.model)
+    return _snapshot(model.model, revision=model.revision, cache_dir=load.download_dir)
+
+
+def _snapshot(name: str, **where: Any) -> Path:
+    """Where the cache of the hub has it; nothing is asked of the hub. Raises WeightsUnknown."""
     try:
-        snapshot = huggingface_hub.snapshot_download(
-            model.model, revision=model.revision, cache_dir=load.download_dir, local_files_only=True
-        )
+        return Path(str(huggingface_hub.snapshot_download(name, local_files_only=True, **where)))
     except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError) as error:
-        raise WeightsUnknown(f"{model.model} is neither a path nor in the cache of the hub") from error
-    return Path(str(snapshot))
+        raise WeightsUnknown(f"{name} is neither a path nor in the cache of the hub") from error
 
 
 def _safetensors(location: Path) -> list[Path]:
