@@ -5,10 +5,10 @@ engine earlier than on another. KV that one of them has computed before is then 
 tells the two apart by their paths, in the prefix cache of one engine. Where an adapter lies may differ between engines,
 so they compare what lies there (`connector.weights`).
 
-Files are looked at when a request comes whose adapter was not looked at for a second, and read where they have changed.
-vLLM has read them a moment ago, to load them, and its engine thread waited for that. Here it waits for a second at
-most, and then not again before the look has come back: of a file system that hangs nothing is known. What is not known
-on both sides is not compared.
+Files are looked at when a request comes whose adapter was not looked at for ten seconds, and read where they have
+changed. vLLM has read them a moment ago, to load them, and its engine thread waited for that. Here it waits for a
+second at most, and then not again before the look has come back: of a file system that hangs nothing is known. What is
+not known on both sides is not compared.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from connector.weights import WeightsUnknown, adapter_directory, adapter_fingerp
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-LOOK_NS = NS_PER_SECOND
+LOOK_NS = 10 * NS_PER_SECOND
 WAIT_SECONDS = 1.0
 ADAPTERS_MAX = 1024
 """How many are remembered; the one that was asked for first goes first."""

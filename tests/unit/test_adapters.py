@@ -67,7 +67,7 @@ def test_files_that_were_written_over_are_read_again(tmp_path: Path) -> None:
     first = known.of(request(path))
     save_adapter(path, 2.0)
     os.utime(path / "model.safetensors", ns=(1, 1))  # whatever the resolution of its times
-    assert known.of(request(path)) == first, "looked at within a second"
+    assert known.of(request(path)) == first, "looked at a moment ago"
     clock.now += LOOK_NS
     second = known.of(request(path))
     assert second not in (first, None)
