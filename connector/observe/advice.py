@@ -35,6 +35,8 @@ NIXL_HANGS_ADVICE = (
     "engine if this does not end"
 )
 
+TRACE_ENDED_ADVICE = "free space or choose another trace_directory, and restart it"
+
 WHAT_TO_DO: dict[str, str] = {
     # What happens to a tool as well, which may have been given the address of a decode engine, names neither P nor D.
     "AddressNotResolved": (

@@ -41,6 +41,7 @@ import msgspec
 import structlog
 
 from connector import DISTRIBUTION
+from connector.observe.advice import TRACE_ENDED_ADVICE
 from connector.observe.log import get_logger
 from connector.observe.trace_format import (
     SCHEMA,
@@ -141,9 +142,12 @@ class JsonLinesSink:
     """A `statemachine.trace.TraceSink`: one line per record, to a sequence of files that it owns.
 
     `write` belongs to one thread; `close` may come from another one, and what is written after it is dropped.
+
+    `ended`: the file that could not be written, and why, once an error has switched it off.
     """
 
     def __init__(self, files: RotatingFiles, *, sample: float = 1.0) -> None:
+        self.ended: str | None = None
         self._files = files
         self._sample = sample
         self._log: structlog.BytesLogger | None = structlog.BytesLogger(cast(BinaryIO, files))
@@ -187,12 +191,15 @@ class JsonLinesSink:
 
     def _switch_off(self, error: Exception) -> None:
         if self._log is not None:  # otherwise the file was closed under our hands
+            reason = shorten(str(error), 300)
+            self.ended = f"{self.path}: {reason}"
             get_logger().error(
                 "the state-transition trace %s ends here: %s; KV transfer goes on, and nothing more is traced until "
-                "this engine starts again%sfree space or choose another trace_directory, and restart it",
+                "this engine starts again%s%s",
                 self.path,
-                shorten(str(error), 300),
+                reason,
                 ADVICE_FOLLOWS,
+                TRACE_ENDED_ADVICE,
             )
         self.close()
 

@@ -68,12 +68,24 @@ class TraceWriter:
         # Records that the thread had and could not write, and those of them that were told; each as above.
         self._lost = 0
         self._told = 0
+        # All that `on_missing` was called with.
+        self._missing = 0
         # While records are left out: what is missing, and since when by time.monotonic.
         self._gap: TraceGap | None = None
         self._gap_since = 0.0
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="kv-transfer-trace", daemon=True)
         self._thread.start()
+
+    @property
+    def ended(self) -> str | None:
+        """The file that could not be written, and why, once an error has ended the trace."""
+        return self._lines.ended
+
+    @property
+    def missing(self) -> int:
+        """How many records were not written since the start."""
+        return self._missing + self._lost - self._told
 
     def write(self, *records: TransitionRecord) -> None:
         """Have a line written for each. Never waits for a file."""
@@ -115,7 +127,7 @@ class TraceWriter:
         lost = self._lost
         if missing := lost - self._told + more:
             self._told = lost
-            self._on_missing(missing)
+            self._note_missing(missing)
 
     def _kept(self, records: Iterable[TransitionRecord]) -> int:
         """How many of them the sample takes."""
@@ -138,7 +150,11 @@ class TraceWriter:
                 self._put - self._done,
             )
         self._gap = msgspec.structs.replace(gap, missing=gap.missing + len(records), until_wall=last.wall)
-        self._on_missing(len(records))
+        self._note_missing(len(records))
+
+    def _note_missing(self, records: int) -> None:
+        self._missing += records
+        self._on_missing(records)
 
     def _end_gap(self) -> None:
         gap, self._gap = self._gap, None

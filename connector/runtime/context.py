@@ -15,6 +15,7 @@ from connector.layout.local import LocalRank
 from connector.layout.plan_cache import PlanCache
 from connector.machine import boot_id
 from connector.observe.event_log import EventLog
+from connector.observe.trace_writer import TraceWriter
 from connector.ports.nixl import NixlPort
 from connector.ports.side_channel import SideChannel
 from connector.protocol import WorkerEvent
@@ -39,6 +40,7 @@ class WorkerContext:
         log_failure: writes one line for people: subject, failure.
         log_crash: writes a line with a traceback: what raised it, what it raised.
         event_log: what becomes of peers and leases, for people.
+        trace: where the recorder's sink is the trace of this process, or has it among others.
     """
 
     options: ConnectorOptions
@@ -53,6 +55,7 @@ class WorkerContext:
     log_failure: Callable[[str, Failure], None]
     log_crash: Callable[[str, BaseException], None]
     event_log: EventLog
+    trace: TraceWriter | None = None
 
     @property
     def identity(self) -> str:

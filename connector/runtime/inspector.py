@@ -297,7 +297,7 @@ class Inspector:
     # --- rows -------------------------------------------------------------------------------------------------------
 
     async def _engine_row(self) -> AnyRow:
-        layout, recorder = self._context.local.layout, self._context.recorder
+        layout, recorder, trace = self._context.local.layout, self._context.recorder, self._context.trace
         oldest_ns = recorder.flight.oldest_ns()
         counts, peers, leases = await self._counts()
         return inspection.EngineRow(
@@ -313,6 +313,7 @@ class Inspector:
             counts=counts,
             peers_by_state=peers,
             leases_by_state=leases,
+            trace_ended=optional_text(trace.ended if trace is not None else None),
         )
 
     async def _counts(self) -> tuple[EngineCounts, Counter[str], Counter[str]]:
@@ -335,7 +336,7 @@ class Inspector:
                 lent_blocks += each.blocks
             await trio.lowlevel.checkpoint()
         reads = self._context.reads
-        held = reads.port.counts()
+        held, trace = reads.port.counts(), self._context.trace
         counts = EngineCounts(
             peers=peers.total(),
             requests=requests,
@@ -354,6 +355,7 @@ class Inspector:
             local_prefills=self._local_prefills_count,
             late_releases=self._lease_keeper.late_releases,
             notifications_dropped=self._lease_keeper.notifications_dropped,
+            trace_records_missing=trace.missing if trace is not None else 0,
         )
         return counts, peers, leases
 

@@ -131,7 +131,7 @@ class EngineCounts(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         nixl_lag_seconds: for how long NIXL has not come back from a call; 0 unless that is long.
-        local_prefills, late_releases, notifications_dropped: since the start.
+        local_prefills, late_releases, notifications_dropped, trace_records_missing: since the start.
     """
 
     peers: int = 0
@@ -151,6 +151,7 @@ class EngineCounts(msgspec.Struct, frozen=True, kw_only=True):
     local_prefills: int = 0
     late_releases: int = 0
     notifications_dropped: int = 0
+    trace_records_missing: int = 0
 
 
 class EngineRow(Row, frozen=True, kw_only=True):
@@ -159,6 +160,7 @@ class EngineRow(Row, frozen=True, kw_only=True):
     Attributes:
         recorded_seconds: how far back every step is kept; None: nothing has happened yet.
         peers_by_state, leases_by_state: how many there are, by their states.
+        trace_ended: the trace file that could not be written, and why, once an error has ended the trace.
     """
 
     what: ClassVar[What] = "engine"
@@ -175,6 +177,7 @@ class EngineRow(Row, frozen=True, kw_only=True):
     counts: EngineCounts
     peers_by_state: dict[str, int]
     leases_by_state: dict[str, int]
+    trace_ended: str | None = None
 
 
 class PeerRow(Row, frozen=True, kw_only=True):

@@ -141,6 +141,7 @@ class ConnectorWorker:
         # kv_producer, kv_consumer or kv_both.
         self._role: str = vllm_config.kv_transfer_config.kv_role
         self._trace: TraceSink | None = None
+        self._trace_writer: TraceWriter | None = None  # one of those that `_trace` writes to
         # Where vLLM traces.
         self._pull_timer = PullTimer() if makes_spans(vllm_config) else None
         self._staging: HostStaging | None = None
@@ -293,7 +294,10 @@ class ConnectorWorker:
                 sample=options.trace_sample,
             )
             missing = catalogue.TRACE_RECORDS_MISSING
-            sinks.append(TraceWriter(lines, on_missing=lambda records: self._figures.note(missing, times=records)))
+            self._trace_writer = TraceWriter(
+                lines, on_missing=lambda records: self._figures.note(missing, times=records)
+            )
+            sinks.append(self._trace_writer)
         return combined(sinks)
 
     @property
@@ -377,6 +381,7 @@ class ConnectorWorker:
             log_failure=log_failure,
             log_crash=self._note_crash,
             event_log=EventLog(engine_id, rank_number, clock=clock, log_failure=log_failure),
+            trace=self._trace_writer,
         )
 
     def _make_side_channel(self) -> ZmqSideChannel:

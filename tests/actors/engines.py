@@ -28,6 +28,7 @@ from connector.layout.local import LocalRank
 from connector.layout.shapes import LayerShape
 from connector.observe.event_log import EventLog
 from connector.observe.sinks import combined
+from connector.observe.trace_writer import TraceWriter
 from connector.ports.gate import Access
 from connector.ports.nixl import MemoryRange, NixlEvent, NotificationReceived, PortCounts, PortReadEnded
 from connector.ports.nixl_agent import RealNixlPort
@@ -59,7 +60,7 @@ from connector.wire.identity import KvIdentity
 from connector.wire.inspection import EngineFacts
 from statemachine.failures import Failure
 from statemachine.lease import LeaseName
-from statemachine.trace import TraceSink, TransitionRecord
+from statemachine.trace import TransitionRecord
 from tests.rig import sums
 from tests.rig.facts import LEAVE_SECRET, NO_IDENTITY, payload_of
 from tests.rig.layouts import attention_rank, attention_shapes
@@ -367,7 +368,7 @@ async def parallel_engine(
     clock: Clock | None = None,
     descriptors_ahead_max: int = DESCRIPTORS_AHEAD_MAX,
     is_warm: bool = True,
-    also_trace: TraceSink | None = None,
+    also_trace: TraceWriter | None = None,
     device_allocations: DeviceAllocations | None = None,
 ) -> AsyncIterator[list[Engine]]:
     """Start an engine of several tensor-parallel ranks; its actors are stopped and its doors closed at the end.
@@ -445,7 +446,7 @@ def _rank(
     clock: Clock,
     descriptors_ahead_max: int,
     is_warm: bool,
-    also_trace: TraceSink | None,
+    also_trace: TraceWriter | None,
 ) -> Engine:
     shape = next(iter(shapes.values()))
     block_bytes = tokens * max(1, HEADS // tp_size) * sum(each.bytes_per_unit for each in shape.components)
@@ -495,6 +496,7 @@ def _rank(
         log_failure=log_failure,
         log_crash=lambda name, error: crashes.append((name, error)),
         event_log=EventLog(engine_id, rank.tp_rank, clock=clock, log_failure=log_failure),
+        trace=also_trace,
     )
     supervisor = Supervisor(
         context,

@@ -12,7 +12,9 @@ from connector.config import ConnectorOptions
 from connector.observe.trace_log import open_trace_log
 from connector.observe.trace_writer import TraceWriter
 from connector.tools.trace_reader import read_trace
+from connector.wire.inspection import EngineRow
 from tests.actors.engines import Engine, engine, until
+from tests.actors.test_inspection import asked
 from tests.stalled_file import StalledFile
 
 OPTIONS = ConnectorOptions(
@@ -50,6 +52,32 @@ def test_a_trace_file_that_hangs_keeps_no_request_waiting(
     assert len(said) == 2
     assert "not complete from here on" in said[0]
     assert "did not keep up" in said[1]
+
+
+def test_that_a_trace_has_ended_and_what_it_lacks_is_told_to_tools(tmp_path: Path) -> None:
+    directory = tmp_path / "traces"
+    writer = TraceWriter(open_trace_log(directory, engine_id="d", role="kv_both", rank=0))
+    directory.rmdir()
+
+    async def main() -> None:
+        async with (
+            engine("p", serves=True, options=OPTIONS) as p,
+            engine("d", serves=True, options=OPTIONS, also_trace=writer) as d,
+        ):
+            await serve(p, d, 1)
+            await until(lambda: writer.ended is not None and writer.missing == len(d.trace.records))
+            found = await asked(d)
+            of_d, of_p = found.engines
+            (row,) = of_d.of(EngineRow)
+            assert row.trace_ended is not None
+            assert row.trace_ended.startswith(f"{directory}/d-kv_both-0-")
+            assert "No such file" in row.trace_ended
+            assert row.counts.trace_records_missing == len(d.trace.records)
+            (other,) = of_p.of(EngineRow)
+            assert (other.trace_ended, other.counts.trace_records_missing) == (None, 0)
+
+    trio.run(main)
+    writer.close()
 
 
 async def serve(p: Engine, d: Engine, block: int) -> None:

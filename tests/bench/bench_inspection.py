@@ -86,6 +86,7 @@ def worker() -> Inspector:
         local=SimpleNamespace(layout=SimpleNamespace(engine_id="d", tp_rank=0, pp_rank=0, tp_size=1)),
         clock=clock,
         recorder=recorder,
+        trace=None,
         reads=SimpleNamespace(
             waiting=list,
             in_hand=list,

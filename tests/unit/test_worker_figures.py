@@ -14,11 +14,14 @@ import trio
 
 from connector.config import ConnectorOptions
 from connector.observe.stats import COUNTS
+from connector.observe.trace_writer import TraceWriter
 from connector.ports.side_channel import FRAMES_TOO_MANY_MAX, SideChannelError
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.protocol import LocalPrefillsSeen
 from connector.runtime.supervisor import Supervisor
 from connector.step_metadata import StepMetadata
+from connector.wire.control import encode_request
+from connector.wire.inspection import EngineRow, Inspect, decode_inspected
 from connector.worker.connector_worker import ConnectorWorker
 from tests.unit.vllm_setup import allocate, attention_spec, cache_config, engine_config, single_rank, write_model
 
@@ -52,21 +55,24 @@ def counted(worker: ConnectorWorker, key: str, at_least: int) -> int:
     return counts[key]
 
 
-def send(worker: ConnectorWorker, *frames: bytes) -> None:
-    """To the control socket, and wait for what becomes of it; there may be silence."""
+def send(worker: ConnectorWorker, *frames: bytes) -> list[bytes]:
+    """To the control socket; the answer, or nothing when there is silence."""
     metadata = worker.handshake_metadata
     assert metadata is not None
     where = metadata.extension
+
+    answer: list[bytes] = []
 
     async def main() -> None:
         channel = ZmqSideChannel()
         with suppress(SideChannelError), trio.move_on_after(SILENCE_SECONDS):
             link = await channel.open_link(where.control_host, where.control_port)
             link.send(list(frames))
-            await link.receive()
+            answer.extend(await link.receive())
         channel.close()
 
     trio.run(main)
+    return answer
 
 
 def test_a_message_with_which_the_actors_crash_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,6 +86,18 @@ def test_a_message_with_which_the_actors_crash_is_counted(tmp_path: Path, monkey
         worker.note_warm()
         worker.start_load_kv(StepMetadata([LocalPrefillsSeen(count=1, named=())]))
         assert counted(worker, "crashes", 2) == 2, "the word that the engine is warm is a message too"
+
+
+def test_a_tool_is_told_that_the_trace_has_ended(tmp_path: Path) -> None:
+    with running(tmp_path, ConnectorOptions(trace_directory=str(tmp_path / "traces"))) as worker:
+        trace = worker._trace
+        assert isinstance(trace, TraceWriter)
+        for ends in (False, True):
+            if ends:
+                trace._lines._switch_off(OSError("the disk is full"))
+            (row,) = decode_inspected(send(worker, *encode_request(Inspect(number=1, what="engine")))).rows
+            assert isinstance(row, EngineRow)
+            assert (row.trace_ended or "").endswith("jsonl: the disk is full") == ends
 
 
 @pytest.mark.parametrize(

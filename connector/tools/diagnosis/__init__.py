@@ -30,6 +30,7 @@ from connector.tools.diagnosis.traffic import (
     local_prefills,
     peers,
     releases,
+    traces,
 )
 from connector.tools.diagnosis.transports import transports
 from connector.tools.live import Survey
@@ -65,6 +66,7 @@ def diagnose(
         *failed_requests(answering),
         *local_prefills(answering, found.leaving()),
         *releases(found, looked_for),
+        *traces(answering),
     ]
     order = ("problem", "warning", "note")
     return sorted(findings, key=lambda finding: order.index(finding.level))

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
 from connector.observe import catalogue
-from connector.observe.advice import NO_PARAMETERS, WHAT_TO_DO, told
+from connector.observe.advice import NO_PARAMETERS, TRACE_ENDED_ADVICE, WHAT_TO_DO, told
 from connector.observe.history import LeaseKey, LeasesGiven
 from connector.tools.diagnosis.finding import Finding, about, facts_of
 from connector.tools.diagnosis.reachable import left_in_peace
@@ -225,6 +225,28 @@ def releases(found: Survey, looked_for: Collection[str]) -> Iterator[Finding]:
         if late:
             what = f"{late} release(s) of blocks that were not lent (any more)"
             yield about(engine, "one-sided releases", "warning", what, WHAT_TO_DO["ConsumerUnknown"])
+
+
+def traces(engines: Sequence[EngineReport]) -> Iterator[Finding]:
+    """Those that lack records, or have ended, which nobody sees who reads them."""
+    for engine in engines:
+        rows = engine.of(EngineRow)
+        missing = sum(row.counts.trace_records_missing for row in rows)
+        ended = [row for row in rows if row.trace_ended is not None]
+        if ended:
+            of_how_many = f" on {len(ended)} of {len(rows)} ranks" if len(ended) < len(rows) else ""
+            what = (
+                f"its trace has ended{of_how_many} until it starts again ({ended[0].trace_ended}): {missing} record(s) "
+                "are missing so far. Requests lose nothing, but no command that reads the trace sees what came after"
+            )
+            yield about(engine, "traces", "warning", what, TRACE_ENDED_ADVICE)
+        elif missing:
+            what = (
+                f"{missing} record(s) are missing in its trace, since its file system did not keep up. Requests lose "
+                "nothing; `nixl-actor trace summary` says when"
+            )
+            advice = "see whether the file system of trace_directory hangs, use another one, or lower trace_sample"
+            yield about(engine, "traces", "warning", what, advice)
 
 
 def _leases_read(found: Survey) -> set[LeaseKey]:
