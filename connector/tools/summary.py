@@ -21,8 +21,11 @@ from connector.observe.history import DONE, OPEN, History, Story, deciding_rank
 from connector.observe.traced import MACHINES, QUEUED
 from statemachine import lease, peer, request
 from statemachine.failures import LeaseExpired
+from statemachine.trace import TransitionRecord
 
 EXAMPLES_MAX = 3
+ENDS_APART_SECONDS = 60.0
+"""Processes that work together end their traces closer to each other than this, by clocks that agree."""
 
 
 class Times(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,6 +129,46 @@ class FailureSummary(msgspec.Struct, frozen=True, kw_only=True):
     peers: tuple[str, ...]
     advice: str
     examples: tuple[FailureExample, ...]
+
+
+class ProcessEnd(NamedTuple):
+    """The last record of a process, by the clock of its machine."""
+
+    engine_id: str
+    rank: int
+    wall: float
+
+
+class Ends(NamedTuple):
+    """What --since may have left out because clocks differ.
+
+    Attributes:
+        newest: the process whose last record is of the latest time of day.
+        earlier: those that have older records than --since asks for, and whose last one is much earlier than that of
+            `newest`; the latest first.
+    """
+
+    newest: ProcessEnd
+    earlier: tuple[ProcessEnd, ...]
+
+
+def ends(processes: Iterable[Sequence[TransitionRecord]], since_wall: float) -> Ends | None:
+    """`processes`: the records of each. Of several lives of one rank the last counts. None: there are no records."""
+    last: dict[tuple[str, int], tuple[float, float]] = {}
+    for records in processes:
+        if records:
+            name = records[0].engine_id, records[0].rank
+            last[name] = max(last.get(name, (-math.inf, 0.0)), (records[-1].wall, records[0].wall))
+    if not last:
+        return None
+    found = sorted((ProcessEnd(*name, wall) for name, (wall, _) in last.items()), key=lambda each: -each.wall)
+    newest = found[0]
+    earlier = (
+        each
+        for each in found
+        if newest.wall - each.wall > ENDS_APART_SECONDS and last[each.engine_id, each.rank][1] < since_wall
+    )
+    return Ends(newest, tuple(earlier))
 
 
 def summarize(histories: Sequence[History], stories: Sequence[Story]) -> Summary:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -201,10 +202,45 @@ def test_what_is_older_can_be_left_out(tmp_path: Path) -> None:
     write_run(tmp_path, failed_at(now - 7200, now - 1800, now - 60))
     counts = {since: as_json("failures", tmp_path, "--since", since)[0]["count"] for since in ("1d", "1h", "120s")}
     assert counts == {"1d": 3, "1h": 2, "120s": 1}
-    assert run("failures", tmp_path, "--since", "1s") == "nothing has failed\n"
+    assert run("failures", tmp_path, "--since", "1s").endswith("\nnothing has failed\n")
     assert {each["request_id"] for each in as_json("slow", tmp_path, "--since", "1h")} == {"r-1", "r-2"}
     assert "no request on D of that time" in run("slow", tmp_path, "--since", "1s", status=1)
     assert "as in 1h" in run("failures", tmp_path, "--since", "soon", status=2)
+
+
+def by_two_engines(d_wall: float, p_wall: float) -> list[TransitionRecord]:
+    """A request that failed on D, and what another engine has recorded, each at some time of its own clock."""
+    failed = failed_at(d_wall - 100, d_wall)
+    return failed + [msgspec.structs.replace(each, engine_id="another", wall=p_wall) for each in failed]
+
+
+@pytest.mark.parametrize("command", ["failures", "slow"])
+def test_what_is_left_out_because_the_clock_of_its_engine_is_behind_is_no_secret(tmp_path: Path, command: str) -> None:
+    now, engine_id = time.time(), failed_at(0)[0].engine_id
+    write_run(tmp_path, by_two_engines(now - 3 * 3600, now))
+    result = CliRunner().invoke(app, ["trace", command, str(tmp_path), "--since", "1h"])
+    (line,) = result.stderr.splitlines()
+    last = datetime.fromtimestamp(now - 3 * 3600).astimezone().isoformat(" ", "seconds")[:16]
+    assert "may be left out" in line
+    assert re.search(rf"another rank 0 ends .*; {engine_id} rank 0 {last}\S*, 3 h earlier$", line)
+    for more in (["--json"], ["--since", "1d"]):
+        result = CliRunner().invoke(app, ["trace", command, str(tmp_path), "--since", "1h", *more])
+        assert result.stderr == ""
+
+
+def test_of_clocks_that_agree_nothing_is_said(tmp_path: Path) -> None:
+    now = time.time()
+    write_run(tmp_path, by_two_engines(now - 30, now))
+    assert CliRunner().invoke(app, ["trace", "failures", str(tmp_path), "--since", "60s"]).stderr == ""
+
+
+def test_traces_that_end_before_that_time_are_named_with_their_end(tmp_path: Path) -> None:
+    now = time.time()
+    write_run(tmp_path, by_two_engines(now - 7230, now - 7200))
+    result = CliRunner().invoke(app, ["trace", "slow", str(tmp_path), "--since", "1h"])
+    first, second = result.stderr.splitlines()
+    assert "By its own clock another rank 0 ends" in first
+    assert second == "no request on D of that time is in these traces"
 
 
 def test_an_answer_that_was_lent_back_and_not_read_is_no_failure(tmp_path: Path) -> None:

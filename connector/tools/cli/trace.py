@@ -36,6 +36,7 @@ CANNOT_READ = 2
 CANDIDATES_MAX = 10
 FINDINGS_SHOWN = 50
 SLOWEST_STATES = 5
+ENDS_SHOWN = 3
 DIGITS = 4
 """How many digits durations have here, where people compare them."""
 
@@ -291,13 +292,17 @@ def slow(
     """The requests that waited longest on D, and the state that cost the time."""
     from connector.tools.summary import slow as find_slow
 
-    found = find_slow(_read(directory).stories, count, since_wall=_wall(since))
+    traces = _read(directory)
+    since_wall = _wall(since)
+    found = find_slow(traces.stories, count, since_wall=since_wall)
     if json:
         say_json(found)
         return
+    _say_ends(traces, since_wall)
+    if not found and any(story.requests for story in traces.stories):
+        _fail("no request on D of that time is in these traces", NOTHING_FOUND)
     if not found:
-        then = " of that time" if since is not None else ""
-        _fail(f"no request on D{then} is in these traces; are those of the decode engine there?", NOTHING_FOUND)
+        _fail("no request on D is in these traces; are those of the decode engine there?", NOTHING_FOUND)
     table = _table(
         f"the slowest {len(found)} requests",
         "request on D",
@@ -322,6 +327,30 @@ def _wall(since: float | None) -> float:
     return -math.inf if since is None else time.time() - since
 
 
+def _say_ends(traces: _Traces, since_wall: float) -> None:
+    """What --since may have left out because clocks differ, in one line, beside the answer."""
+    from connector.tools.summary import ends
+
+    if since_wall == -math.inf:
+        return
+    found = ends((process.records for process in traces.processes), since_wall)
+    if found is None or (not found.earlier and found.newest.wall >= since_wall):
+        return
+    newest = found.newest
+    shown = [f"{newest.engine_id} rank {newest.rank} ends {wall_clock(newest.wall)}"]
+    shown += [
+        f"{each.engine_id} rank {each.rank} {wall_clock(each.wall)}, {_duration(newest.wall - each.wall)} earlier"
+        for each in found.earlier[:ENDS_SHOWN]
+    ]
+    if len(found.earlier) > ENDS_SHOWN:
+        shown.append(f"{len(found.earlier) - ENDS_SHOWN} more earlier still")
+    say(
+        "--since counts back from now on this machine, by the clock of each process: what one whose clock is behind "
+        f"has recorded of late may be left out. By its own clock {'; '.join(shown)}",
+        err=True,
+    )
+
+
 def _parts(each: SlowRequest) -> str:
     return ", ".join(f"{state} {_duration(seconds)}" for state, seconds in each.parts)
 
@@ -331,10 +360,13 @@ def failures(directory: Directory, since: Since = None, json: AsJson = False) ->
     """What went wrong, by kind: how often, with whom, the last examples, and what to do."""
     from connector.tools.summary import failures as find_failures
 
-    found = find_failures(_read(directory).histories, since_wall=_wall(since))
+    traces = _read(directory)
+    since_wall = _wall(since)
+    found = find_failures(traces.histories, since_wall=since_wall)
     if json:
         say_json(found)
         return
+    _say_ends(traces, since_wall)
     console = _console()
     if not found:
         console.print("nothing has failed")
