@@ -3,6 +3,7 @@ parts fit."""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from vllm_router.router_args import RouterArgs
 
 from connector.config import ConnectorOptions, parse_options
 from connector.tools.asking import parse_address
+from connector.tools.ucx_devices import READS_WITHOUT_NVLINK
 from tests.unit.serve_arguments import serve_arguments, transfer_config
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
@@ -305,7 +307,45 @@ def test_variables_are_known_to_vllm() -> None:
     named = set(compose()["services"]["prefill"]["environment"])
     for file in ("kubernetes.yaml", "llm-d.yaml"):
         named |= {name for deployment in deployments(file) for name in variables_of(container_of(deployment))}
-    assert named - {"UCX_TCP_PORT_RANGE"} <= set(envs.environment_variables)
+    of_others = {"UCX_TCP_PORT_RANGE", READS_WITHOUT_NVLINK, "HF_TOKEN"}
+    assert named - of_others <= set(envs.environment_variables)
+
+
+def test_engines_on_one_host_read_from_each_other_without_nvlink_too() -> None:
+    for name in ENGINES:
+        assert compose()["services"][name]["environment"][READS_WITHOUT_NVLINK] == "y"
+
+
+def test_engines_get_weights_and_keep_them() -> None:
+    """A gated model needs a token, which whoever runs an open one need not have."""
+    models = set()
+    for deployment in deployments():
+        container, spec = container_of(deployment), deployment["spec"]["template"]["spec"]
+        assert variables_of(container)["HF_TOKEN"]["secretKeyRef"]["optional"]
+        mounted = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
+        assert {"/dev/shm", "/root/.cache/huggingface"} <= mounted.keys()
+        assert {each["name"] for each in spec["volumes"]} == set(mounted.values())
+        models.add(serve_arguments(container["args"]).model_tag)
+    for name in ENGINES:
+        service = compose()["services"][name]
+        assert "HF_TOKEN" in service["environment"]
+        assert [each.rpartition(":")[2] for each in service["volumes"]] == ["/root/.cache/huggingface"]
+        models.add(service["command"][0].removeprefix("${MODEL:-").removesuffix("}"))
+    assert len(models) == 1
+    assert not models.pop().startswith("meta-llama/"), "these are gated"
+
+
+def test_the_image_that_is_described_is_the_one_of_the_manifests() -> None:
+    """With the package's name and what it needs."""
+    said = (EXAMPLES / "README.md").read_text()
+    (image,) = {container_of(each)["image"] for each in objects("Deployment").values()}
+    assert f"docker build --tag {image} image" in said
+    assert f"IMAGE={image} docker compose" in said
+    project = tomllib.loads((EXAMPLES.parents[1] / "pyproject.toml").read_text())["project"]
+    wheel = project["name"].replace("-", "_")
+    (nixl,) = (each for each in project["optional-dependencies"]["vllm"] if each.startswith("nixl"))
+    assert f"RUN pip install /tmp/{wheel}-*.whl '{nixl}' vllm-router" in said
+    assert f"FROM vllm/vllm-openai:v{image.rpartition(':')[2]}\n" in said
 
 
 def test_prometheus_finds_each_pod_by_the_names_that_engines_share() -> None:
