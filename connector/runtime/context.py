@@ -40,7 +40,7 @@ class WorkerContext:
         log_failure: writes one line for people: subject, failure.
         log_crash: writes a line with a traceback: what raised it, what it raised.
         event_log: what becomes of peers and leases, for people.
-        trace: where the recorder's sink is the trace of this process, or has it among others.
+        trace: the trace of this process, which the recorder writes to; None: there is none.
     """
 
     options: ConnectorOptions
