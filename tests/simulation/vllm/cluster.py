@@ -52,7 +52,8 @@ ABORTS_IN_PREFILL = ("WAITING", "RUNNING", "PREEMPTED", "PREEMPTED")
 """Preemption is rare, so clients wait for it twice as often."""
 ABORTS_IN_READ_BACK = ("WAITING_FOR_REMOTE_KVS", LOADED)
 READ_BACK_ABORT_SHARE = 0.15
-CHAIN_SHARE = 0.1
+CHAIN_SHARE = 0.2
+"""In runs in which routers know chains, which are half of all."""
 GAP_SHARE = 0.5
 GAP_SECONDS_MAX = 0.5
 """How much later than the first one a sample comes: vLLM hands them over one by one."""
@@ -114,6 +115,7 @@ class VllmCluster(Cluster[VllmEngine, VllmEngine]):
         self._gaps = generator(plan.seed, "gaps between samples")
         self._departures = generator(plan.seed, "departures while an answer is read back")
         self._chains = generator(plan.seed, "chains of engines")
+        self._has_chains = self._chains.random() < 0.5
         self._texts = [_tokens(self._chance, PROMPT_TOKENS_MAX) for _ in range(TEXTS)]
 
     def _circumstances(self) -> list[str]:
@@ -247,7 +249,7 @@ class VllmCluster(Cluster[VllmEngine, VllmEngine]):
         chains = self._chains
         links = [each for each in self._engines if each not in (prefill, decode) and each.may_read]
         # What a link would load of a state is what D needs (docs/limits.md).
-        if not links or self._has_states or chains.random() >= CHAIN_SHARE:
+        if not self._has_chains or not links or self._has_states or chains.random() >= CHAIN_SHARE:
             return None
         return chains.choice(links)
 
