@@ -220,7 +220,9 @@ def _require_plain_ring(layer: str, spec: CircularBufferSpec) -> None:
 
 
 def _require_channels_first(layer: str, spec: MambaSpec) -> None:
-    if not is_conv_state_dim_first():
+    """In whichever order its channels lie a convolution's state has the same size, so peers could not tell. Linear
+    attention has none."""
+    if spec.mamba_type is not MambaAttentionBackendEnum.LINEAR and not is_conv_state_dim_first():
         raise UnsupportedCache("VLLM_SSM_CONV_STATE_LAYOUT", "SD", "DS, which vLLM sets by itself on CPUs only")
 
 

@@ -849,15 +849,19 @@ def test_an_unknown_cache_is_refused_by_name(config: VllmConfig, name: str) -> N
     assert "model.layers.0.attn" in str(caught.value)
 
 
-def test_states_with_the_channels_inside_are_refused(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_convolutions_with_the_channels_inside_are_refused(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a model has some: not for linear attention, though vLLM sets the layout by itself on CPUs only."""
+    linear = FAMILIES["states of unknown kinds"](1, 64)["model.layers.1.mixer"]
     get_conv_state_layout.cache_clear()
     monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "SD")
-    caches = KVCacheConfig(
-        num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["model.layers.0.mixer"], _first_state())]
+    of_convolution, of_linear = (
+        KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["mixer"], each)])
+        for each in (_first_state(), linear)
     )
     try:
         with pytest.raises(UnsupportedCache, match="VLLM_SSM_CONV_STATE_LAYOUT SD; supported: DS"):
-            require_supported(config, caches)
+            require_supported(config, of_convolution)
+        require_supported(config, of_linear)
     finally:
         get_conv_state_layout.cache_clear()
 
