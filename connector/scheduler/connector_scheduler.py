@@ -61,7 +61,7 @@ from connector.scheduler.request_spans import request_spans
 from connector.scheduler.vllm_admission import Admission
 from connector.staging import is_staged
 from connector.step_metadata import HandshakeMetadata, StepMetadata, WorkerReport
-from connector.versions import shown_version
+from connector.versions import beside_the_accepted, shown_version
 from connector.wire.bounded import PORT_MAX
 from statemachine.draining import State
 from statemachine.kernel import Event
@@ -196,6 +196,15 @@ class ConnectorScheduler:
             in_force(options),
             self._engine_id,
         )
+        for name, found, accepted in beside_the_accepted():
+            _log.warning(
+                "%s %s is installed, with which nobody has run this connector: it is made for %s%s, and anything may go "
+                "wrong; install a version of that, or run the tests with this one",
+                name,
+                found,
+                name,
+                accepted,
+            )
         warn_of_insecurity(options, join_address(self._host, self._port))
         if envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION:
             _log.warning(

@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from connector.versions import beside_the_accepted
+
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SITE = Path(sysconfig.get_paths()["purelib"])
@@ -133,6 +135,26 @@ def test_a_namesake_of_our_package_is_named_when_it_is_imported(tmp_path: Path, 
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("ImportError: the package `statemachine` is not that of nixl-actor-connector but ")
     assert "uninstall python-statemachine" in last
+
+
+@pytest.mark.parametrize(
+    ("installed", "found"),
+    [
+        ({}, []),
+        ({"vllm": "0.32.1"}, []),
+        ({"vllm": "0.33.0"}, [("vllm", "0.33.0", "<0.33,>=0.32")]),
+        ({"vllm": "0.33.0rc1"}, [("vllm", "0.33.0rc1", "<0.33,>=0.32")]),
+        ({"vllm": "0.31.9", "nixl": "1.4.1"}, [("vllm", "0.31.9", "<0.33,>=0.32"), ("nixl", "1.4.1", ">=1.5")]),
+        ({"vllm": "0.32.1.dev5+g0123abc"}, []),
+    ],
+)
+def test_versions_that_are_not_accepted_are_found(
+    installed: dict[str, str], found: list[tuple[str, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they stand in pyproject.toml, from what is installed of this distribution."""
+    version = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: installed.get(name) or version(name))
+    assert list(beside_the_accepted()) == found
 
 
 def test_the_readme_names_the_versions_that_are_accepted_and_run() -> None:
