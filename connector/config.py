@@ -61,8 +61,9 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     bidirectional_kv_xfer: bool = False
     """D keeps the blocks of finished requests for P, and P reads from D what a conversation's next prompt begins with.
     Of the built-in connector; set the same on P and D."""
-    kv_recompute_threshold: Annotated[int, Meta(ge=0)] = 64
-    """P computes fewer tokens than these itself, instead of reading them back. Of the built-in connector."""
+    kv_recompute_threshold: int = 64
+    """P computes fewer tokens than these itself, instead of reading them back; 0 or less: none. Of the built-in
+    connector."""
     decoder_kv_blocks_ttl: _Seconds = 480.0
     """How long D keeps the blocks of a finished request until P asks for them. Of the built-in connector."""
     decode_recompute_threshold: Annotated[int, Meta(ge=0)] = 0

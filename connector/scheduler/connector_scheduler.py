@@ -198,8 +198,8 @@ class ConnectorScheduler:
         )
         for name, found, accepted in beside_the_accepted():
             _log.warning(
-                "%s %s is installed, with which nobody has run this connector: it is made for %s%s, and anything may go "
-                "wrong; install a version of that, or run the tests with this one",
+                "%s %s is installed, with which nobody has run this connector: it is made for %s%s, and anything may "
+                "go wrong; install a version of that, or run the tests with this one",
                 name,
                 found,
                 name,

@@ -130,7 +130,7 @@ def test_what_is_cached_is_not_read() -> None:
     assert len(group.local_block_ids) == -(-THEIRS // BLOCK_TOKENS) - group.local_first
 
 
-@pytest.mark.parametrize(("threshold", "is_read"), [(THEIRS, True), (THEIRS + 1, False), (0, True)])
+@pytest.mark.parametrize(("threshold", "is_read"), [(THEIRS, True), (THEIRS + 1, False), (0, True), (-1, True)])
 def test_few_tokens_are_computed_instead(threshold: int, is_read: bool) -> None:
     """D's blocks are given back at once then."""
     prefill = engine("p", options={**BOTH_WAYS, "kv_recompute_threshold": threshold})
