@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from connector.clock import NS_PER_SECOND, Clock
 from connector.observe.log import get_logger
-from connector.weights import WeightsUnknown, adapter_directory, adapter_fingerprint
+from connector.weights import adapter_directory, adapter_fingerprint
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -80,7 +80,7 @@ class _Adapter:
             files = _described(directory)
             if files != self._files:
                 self._found, self._files = adapter_fingerprint(directory), files
-        except (OSError, WeightsUnknown) as error:
+        except Exception as error:  # whatever a file of somebody else's may have in it
             self._found = self._files = None
             _log.debug("the weights of adapter %s are not known: %s", self._path, error)
         finally:

@@ -81,7 +81,10 @@ def test_what_is_not_known_is_none(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     damaged = save_adapter(tmp_path / "damaged", 1.0)
     (damaged / "adapter_config.json").write_text("[]")
-    for path in (None, tmp_path / "missing", tmp_path / "empty", damaged, "nobody/nothing", "s3://bucket/adapter"):
+    nested = save_adapter(tmp_path / "nested", 1.0)
+    (nested / "adapter_config.json").write_text("[" * 100_000)
+    missing = ("missing", "empty")
+    for path in (None, *map(tmp_path.joinpath, missing), damaged, nested, "nobody/nothing", "s3://bucket/adapter"):
         assert known.of(request(path)) is None
 
 
