@@ -220,10 +220,15 @@ def _require_plain_ring(layer: str, spec: CircularBufferSpec) -> None:
 
 
 def _require_channels_first(layer: str, spec: MambaSpec) -> None:
-    """In whichever order its channels lie a convolution's state has the same size, so peers could not tell. Linear
-    attention has none."""
-    if spec.mamba_type is not MambaAttentionBackendEnum.LINEAR and not is_conv_state_dim_first():
+    """A convolution is cut by channels, which DS has outermost. One that is copied whole needs it too: nothing that
+    peers are told says which layout an engine has, and a state of the other one is as long."""
+    if _may_have_convolution(spec) and not is_conv_state_dim_first():
         raise UnsupportedCache("VLLM_SSM_CONV_STATE_LAYOUT", "SD", "DS, which vLLM sets by itself on CPUs only")
+
+
+def _may_have_convolution(spec: MambaSpec) -> bool:
+    """Not the one recurrent state of linear attention. Kinds that nobody knows may."""
+    return spec.mamba_type is not MambaAttentionBackendEnum.LINEAR or len(spec.shapes) != 1
 
 
 # --- which blocks of a request are kept -----------------------------------------------------------------------------

@@ -22,9 +22,11 @@ import pytest
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_pp_group
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator as Shapes
 from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     CircularBufferSpec,
@@ -201,12 +203,6 @@ def test_every_family_in_pipeline_stages(
 
 def _strange(kind: type[AttentionSpec], **changes: Any) -> KVCacheSpec:
     return kind(**{"block_size": 64, "num_kv_heads": 4, "head_size": 32, "dtype": torch.float32} | changes)
-
-
-def _first_state() -> MambaSpec:
-    spec = next(iter(FAMILIES["states only"](1, 64).values()))
-    assert isinstance(spec, MambaSpec)
-    return spec
 
 
 SIZES = [(1, 1), (1, 2), (2, 1), (2, 4), (4, 1), (2, 8), (8, 4)]
@@ -849,21 +845,64 @@ def test_an_unknown_cache_is_refused_by_name(config: VllmConfig, name: str) -> N
     assert "model.layers.0.attn" in str(caught.value)
 
 
-def test_convolutions_with_the_channels_inside_are_refused(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a model has some: not for linear attention, though vLLM sets the layout by itself on CPUs only."""
-    linear = FAMILIES["states of unknown kinds"](1, 64)["model.layers.1.mixer"]
-    get_conv_state_layout.cache_clear()
-    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "SD")
-    of_convolution, of_linear = (
-        KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["mixer"], each)])
-        for each in (_first_state(), linear)
+def _state_of(kind: str) -> MambaSpec:
+    spec = with_drafts(kind, 0)["model.layers.0.mixer"]
+    assert isinstance(spec, MambaSpec)
+    return spec
+
+
+def _linear_attention() -> MambaSpec:
+    return MambaSpec(
+        block_size=64,
+        shapes=Shapes.linear_attention_state_shape(16, 1, 4),
+        dtypes=(torch.float32,),
+        mamba_type=MambaAttentionBackendEnum.LINEAR,
     )
-    try:
-        with pytest.raises(UnsupportedCache, match="VLLM_SSM_CONV_STATE_LAYOUT SD; supported: DS"):
-            require_supported(config, of_convolution)
-        require_supported(config, of_linear)
-    finally:
-        get_conv_state_layout.cache_clear()
+
+
+STATES_WITH_A_CONVOLUTION: dict[str, Callable[[], MambaSpec]] = {
+    **{kind: functools.partial(_state_of, kind) for kind in ("MAMBA2", "GDN_ATTN", "KDA", "SHORT_CONV")},
+    "MAMBA1": lambda: replace(_state_of("MAMBA2"), mamba_type=MambaAttentionBackendEnum.MAMBA1),
+    "whole on each rank": lambda: replace(_state_of("SHORT_CONV"), tp_replicated=True),
+    "of an unknown kind": lambda: replace(_linear_attention(), shapes=((64, 3), (16, 4, 4))),
+}
+
+
+@pytest.mark.parametrize("kind", STATES_WITH_A_CONVOLUTION)
+@pytest.mark.usefixtures("channels_inside")
+def test_convolutions_with_the_channels_inside_are_refused(config: VllmConfig, kind: str) -> None:
+    with pytest.raises(UnsupportedCache, match="VLLM_SSM_CONV_STATE_LAYOUT SD; supported: DS"):
+        require_supported(config, _of_one_state(STATES_WITH_A_CONVOLUTION[kind]()))
+
+
+@pytest.mark.usefixtures("channels_inside")
+def test_linear_attention_is_served_without_a_layout_of_convolutions(config: VllmConfig) -> None:
+    """vLLM sets one by itself on CPUs only, and these models have no convolution."""
+    require_supported(config, _of_one_state(_linear_attention()))
+
+
+def test_linear_attention_has_the_same_state_in_either_layout(
+    config: VllmConfig, request: pytest.FixtureRequest
+) -> None:
+    """An engine with the variable and one without it read each other's."""
+    outside = _linear_attention()
+    request.getfixturevalue("channels_inside")
+    assert _linear_attention() == outside
+
+
+@pytest.fixture
+def channels_inside(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As on GPUs, where vLLM does not choose the other one by itself."""
+    get_conv_state_layout.cache_clear()
+    monkeypatch.delenv("VLLM_SSM_CONV_STATE_LAYOUT")
+    assert get_conv_state_layout() == "SD"
+    yield
+    get_conv_state_layout.cache_clear()
+
+
+def _of_one_state(spec: MambaSpec) -> KVCacheConfig:
+    group = KVCacheGroupSpec(["model.layers.0.mixer"], spec)
+    return KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[group])
 
 
 def test_the_first_of_several_backends_names_them_all(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ def being_born(birth: Birth) -> Iterator[None]:
     environment = {
         "VLLM_NIXL_SIDE_CHANNEL_HOST": birth.host,
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(birth.port),
-        "VLLM_SSM_CONV_STATE_LAYOUT": "DS",  # the only one that the connector serves
+        "VLLM_SSM_CONV_STATE_LAYOUT": "DS",  # the only one of convolutions that the connector serves
     }
     before = {name: os.environ.get(name) for name in environment}
     token = _birth.set(birth)
