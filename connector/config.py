@@ -4,7 +4,8 @@ A misspelt option of a serving system is found weeks later, by its absence. So e
 must have its type and bounds; what is wrong is an `OptionError` that names the option, shows the value, suggests the
 name that was probably meant and lists all of them.
 
-The built-in connector's options keep their names, defaults and meaning, so that a configuration can be taken over.
+The built-in connector's options keep their names, defaults and meaning, so that a configuration can be taken over. A
+value of another type that can mean one thing only there is taken for that (`_taken_over`); any other is refused.
 `kv_recompute_threshold` and `decoder_kv_blocks_ttl` have no effect without `bidirectional_kv_xfer`, there as here. A
 warning says so, as of every option that has none.
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import os
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -42,11 +44,18 @@ _log = get_logger()
 _Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 _SecondsOrZero = Annotated[float, Meta(ge=0, le=86_400)]
 
+_YEAR_SECONDS = 31_536_000
+_SecondsOfBuiltin = Annotated[float, Meta(gt=0, le=_YEAR_SECONDS)]
+"""The built-in connector has no limit, so this one is where nobody means the number."""
+
+_TRUTHS_OF_BUILTIN = ("bidirectional_kv_xfer", "enforce_handshake_compat")
+_WHOLE_NUMBER = re.compile(r"\s*[+-]?[0-9]{1,18}\s*")
+
 
 class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     """All options, under the names they have in `kv_connector_extra_config`. Times are in seconds."""
 
-    kv_lease_duration: _Seconds = 30.0
+    kv_lease_duration: _SecondsOfBuiltin = 30.0
     """How long P keeps the blocks of a finished prefill for D. Of the built-in connector; may be fractional here."""
     backends: Annotated[tuple[Annotated[str, Meta(min_length=1, max_length=64)], ...], Meta(min_length=1)] = ("UCX",)
     """NIXL back ends, of the built-in connector."""
@@ -55,16 +64,16 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     data: of what threads of UCX have read nobody can say whether all of it has arrived (docs/nixl.md fact 32)."""
     enforce_handshake_compat: bool = True
     """Refuse engines whose compatibility hash differs, of the built-in connector."""
-    engine_ttl: Annotated[float, Meta(ge=0, le=31_536_000)] = 3600.0
+    engine_ttl: Annotated[float, Meta(ge=0, le=_YEAR_SECONDS)] = 3600.0
     """A remote engine that is not connected and not used is forgotten after this long; 0: never. Of the built-in
     connector."""
     bidirectional_kv_xfer: bool = False
     """D keeps the blocks of finished requests for P, and P reads from D what a conversation's next prompt begins with.
     Of the built-in connector; set the same on P and D."""
-    kv_recompute_threshold: int = 64
-    """P computes fewer tokens than these itself, instead of reading them back; 0 or less: none. Of the built-in
+    kv_recompute_threshold: Annotated[int, Meta(ge=0)] = 64
+    """P computes fewer tokens than these itself, instead of reading them back; 0: it reads any. Of the built-in
     connector."""
-    decoder_kv_blocks_ttl: _Seconds = 480.0
+    decoder_kv_blocks_ttl: _SecondsOfBuiltin = 480.0
     """How long D keeps the blocks of a finished request until P asks for them. Of the built-in connector."""
     decode_recompute_threshold: Annotated[int, Meta(ge=0)] = 0
     """D computes fewer tokens than these itself, instead of reading them from P."""
@@ -76,7 +85,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     its first rank, the others, their control sockets; 16 ranks at a time."""
     quiesce_timeout_seconds: _Seconds = 30.0
     """How long a failed request waits for its READs in flight before its blocks are quarantined."""
-    lease_limit_seconds: _Seconds = 900.0
+    lease_limit_seconds: _SecondsOfBuiltin = 900.0
     """How long P keeps the blocks of one request in all, however often D renews the lease: a D that never reads must
     not occupy P's memory for ever. At least kv_lease_duration, which raises it where it is not set."""
     lease_margin_seconds: _SecondsOrZero = 0.05
@@ -94,7 +103,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     quarantine_limit: Annotated[float, Meta(gt=0, le=1)] = 0.5
     """Share of the KV cache's blocks that may be in quarantine before nothing new is read; 1: no limit. What is left of
     the pool serves requests that need no KV from elsewhere, and those whose prompt is computed here."""
-    drain_grace_seconds: _Seconds = 60.0
+    drain_grace_seconds: _SecondsOfBuiltin = 60.0
     """How long an engine that is to end waits for what it lends at most. At least kv_lease_duration, which raises it
     where it is not set: a lease that was granted lasts for its time. What was accepted to be lent before it began to
     drain is granted until kv_lease_duration before its end."""
@@ -164,14 +173,16 @@ def parse_options(extra_config: Mapping[str, Any], environment: Mapping[str, str
     `environment` is where NIXL_ACTOR_TRACE_DIR is looked up, by default that of the process.
     """
     types = {field.name: field.type for field in msgspec.structs.fields(ConnectorOptions)}
+    values: dict[str, Any] = {}
     for name, value in extra_config.items():
         if name not in types:
             raise OptionError(str(name), _unknown(name, list(types)))
+        values[name] = _taken_over(name, value)
         try:
-            msgspec.convert(value, types[name])
+            msgspec.convert(values[name], types[name])
         except msgspec.ValidationError as error:
             raise OptionError(name, f"option {name} has the value {render_untrusted(value)}: {error}") from None
-    options = msgspec.convert(dict(extra_config), ConnectorOptions)
+    options = msgspec.convert(values, ConnectorOptions)
     if "lease_limit_seconds" not in extra_config:
         # A long lease may come from a configuration of the built-in connector, which has no such option.
         limit_seconds = max(options.lease_limit_seconds, options.kv_lease_duration)
@@ -194,6 +205,21 @@ def parse_options(extra_config: Mapping[str, Any], environment: Mapping[str, str
         directory = (os.environ if environment is None else environment).get(TRACE_DIRECTORY_VARIABLE)
         return msgspec.structs.replace(options, trace_directory=directory or None)
     return options
+
+
+def _taken_over(name: str, value: Any) -> Any:
+    """What the built-in connector makes of this value of an option of its own, if that is one thing only: it asks
+    whether 1 is true, and int() what "64" is. Any other value as it is."""
+    if name in _TRUTHS_OF_BUILTIN and type(value) is int and value in (0, 1):
+        return bool(value)
+    if name == "kv_recompute_threshold":
+        if (isinstance(value, str) and _WHOLE_NUMBER.fullmatch(value)) or (
+            isinstance(value, float) and value.is_integer()
+        ):
+            value = int(value)
+        if type(value) is int:
+            return max(value, 0)  # a negative one is off there
+    return value
 
 
 def check_trace_directory(options: ConnectorOptions) -> None:

@@ -157,6 +157,39 @@ def test_an_option_has_the_builtin_default_or_a_reason(name: str) -> None:
     parse_options({name: theirs}, {})
 
 
+@pytest.mark.parametrize("value", [64, 0, -1, "64", " 64\n", "+64", "-1", "0", 64.0, 1e6])
+def test_a_threshold_is_the_whole_number_that_the_builtin_connector_takes_it_for(value: Any) -> None:
+    """It asks int(), and reads back any number of tokens unless that is more than 0."""
+    options = parse_options({"kv_recompute_threshold": value}, {})
+    assert options.kv_recompute_threshold == max(int(value), 0)
+    assert type(options.kv_recompute_threshold) is int
+
+
+@pytest.mark.parametrize("name", ["bidirectional_kv_xfer", "enforce_handshake_compat"])
+@pytest.mark.parametrize("value", [0, 1, False, True])
+def test_what_is_asked_whether_it_is_true_may_be_a_number(name: str, value: Any) -> None:
+    assert getattr(parse_options({name: value}, {}), name) is bool(value)
+
+
+def test_every_truth_of_the_builtin_connector_is_among_them() -> None:
+    truths = {name for name, default in builtin_options().items() if isinstance(default, bool)}
+    assert truths == {"bidirectional_kv_xfer", "enforce_handshake_compat"}
+
+
+def test_the_builtin_connector_asks_int_for_one_option_only() -> None:
+    asked = [
+        argument.args[0].value
+        for node in nodes()
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "int"
+        for argument in node.args
+        if isinstance(argument, ast.Call)
+        and isinstance(argument.func, ast.Attribute)
+        and argument.func.attr == "get_from_extra_config"
+        and isinstance(argument.args[0], ast.Constant)
+    ]
+    assert asked == ["kv_recompute_threshold"]
+
+
 @pytest.mark.parametrize("name", sorted(builtin_variables()))
 def test_an_environment_variable_is_explained(name: str) -> None:
     assert f"`{name}`" in SECTION

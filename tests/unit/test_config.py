@@ -51,6 +51,14 @@ def test_whole_seconds_may_be_integers() -> None:
     assert parse_options({"kv_lease_duration": 6}, {}).kv_lease_duration == 6.0
 
 
+def test_a_lease_may_last_for_days() -> None:
+    options = parse_options({"kv_lease_duration": 604_800, "decoder_kv_blocks_ttl": 31_536_000}, {})
+    assert (options.kv_lease_duration, options.lease_limit_seconds, options.drain_grace_seconds) == (604_800,) * 3
+    assert options.decoder_kv_blocks_ttl == 31_536_000
+    limited = parse_options({"kv_lease_duration": 604_800, "lease_limit_seconds": 1_209_600}, {})
+    assert limited.lease_limit_seconds == 1_209_600
+
+
 def test_unknown_option_suggests_the_nearest() -> None:
     error = _error({"kv_lease_durration": 3})
     assert error.option == "kv_lease_durration"
@@ -83,7 +91,10 @@ def test_odd_names(name: Any) -> None:
         ("num_threads", -1),
         ("num_threads", True),
         ("enforce_handshake_compat", "false"),
-        ("enforce_handshake_compat", 0),
+        ("enforce_handshake_compat", 2),
+        ("enforce_handshake_compat", 1.0),
+        ("enforce_handshake_compat", None),
+        ("bidirectional_kv_xfer", "true"),
         ("transfer_retries", -1),
         ("transfer_retries", 11),
         ("peer_limit", 0),
@@ -97,7 +108,19 @@ def test_odd_names(name: Any) -> None:
         ("trace_directory", ""),
         ("trace_directory", 5),
         ("backoff_initial_seconds", []),
-        ("kv_recompute_threshold", "64"),
+        ("kv_recompute_threshold", "64.0"),
+        ("kv_recompute_threshold", "many"),
+        ("kv_recompute_threshold", "9" * 19),
+        ("kv_recompute_threshold", 64.5),
+        ("kv_recompute_threshold", float("inf")),
+        ("kv_recompute_threshold", True),
+        ("kv_recompute_threshold", None),
+        ("decode_recompute_threshold", "64"),
+        ("decode_recompute_threshold", -1),
+        ("kv_lease_duration", 31_536_001),
+        ("decoder_kv_blocks_ttl", 31_536_001),
+        ("decoder_kv_blocks_ttl", 0),
+        ("request_timeout_seconds", 86_401),
         ("allowed_peers", "10.0.0.0/8"),
         ("params_keys_file", ""),
         ("curve_directory", 7),
