@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from importlib import metadata
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
 
 from connector import DISTRIBUTION
 
@@ -46,5 +48,13 @@ def beside_the_accepted() -> Iterator[tuple[str, str, str]]:
         if required.name not in names or not (required.marker and required.marker.evaluate({"extra": "vllm"})):
             continue
         found = installed_version(*names[required.name])
-        if found is not None and not required.specifier.contains(found, prereleases=True):
+        if found is not None and not _is_in(found, required.specifier):
             yield required.name, found, str(required.specifier)
+
+
+def _is_in(version: str, accepted: SpecifierSet) -> bool:
+    """A version that is none, as somebody's own build may have, is not."""
+    try:
+        return accepted.contains(Version(version), prereleases=True)
+    except InvalidVersion:
+        return False

@@ -146,6 +146,7 @@ def test_a_namesake_of_our_package_is_named_when_it_is_imported(tmp_path: Path, 
         ({"vllm": "0.33.0rc1"}, [("vllm", "0.33.0rc1", "<0.33,>=0.32")]),
         ({"vllm": "0.31.9", "nixl": "1.4.1"}, [("vllm", "0.31.9", "<0.33,>=0.32"), ("nixl", "1.4.1", ">=1.5")]),
         ({"vllm": "0.32.1.dev5+g0123abc"}, []),
+        ({"vllm": "our build"}, [("vllm", "our build", "<0.33,>=0.32")]),
     ],
 )
 def test_versions_that_are_not_accepted_are_found(
