@@ -235,11 +235,11 @@ class Refusals:
         """Nothing runs."""
 
 
-def test_nothing_is_lent_once_a_worker_has_stopped(caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_lent_once_a_worker_has_stopped() -> None:
     engine, listener = HybridEngine([full()], caches_prefixes=False), Refusals()
     side(engine)._listener = listener  # type: ignore[assignment]
     free_before = free_blocks(engine)
-    with caplog.at_level(logging.CRITICAL, logger="vllm.nixl_actor_connector"):
+    with listening() as log:
         for _ in range(2):
             engine.step(STOPPED)
     engine.run("a", TOKENS, REMOTE_DECODE)
@@ -248,7 +248,7 @@ def test_nothing_is_lent_once_a_worker_has_stopped(caplog: pytest.LogCaptureFixt
     assert free_blocks(engine) == free_before
     assert of_type(engine, LeaseComputing, LeaseGranted, LeaseWithdrawn) == []
     assert listener.reasons == ["its actors died"]
-    (line,) = [each.getMessage() for each in caplog.records if each.levelno == logging.CRITICAL]
+    (line,) = [each.getMessage() for each in log.records if each.levelno == logging.CRITICAL]
     assert "its actors died" in line
 
 
