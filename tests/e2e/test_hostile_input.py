@@ -70,7 +70,7 @@ MALFORMED: dict[str, tuple[Callable[[Params], Params], str]] = {
     "fewer tokens than the prompt": (spoilt(remote_num_tokens=TOKENS - 1), "remote_num_tokens"),
     "push": (spoilt(transfer_mode="push"), "transfer_mode"),
     "flag a string": (spoilt(do_remote_prefill="yes"), "do_remote_prefill"),
-    "both flags": (spoilt(do_remote_decode=True), "do_remote_decode"),
+    "flag a number": (spoilt(do_remote_decode=1), "do_remote_decode"),
     "blocks not nested": (spoilt(remote_block_ids=[1, 2, 3, 4]), "remote_block_ids"),
     "a block a string": (with_blocks(lambda ids: [*ids[:-1], "3"]), "remote_block_ids"),
     "a block negative": (with_blocks(lambda ids: [*ids[:-1], -1]), "remote_block_ids"),

@@ -206,7 +206,7 @@ BAD: dict[str, Mutation] = {
     "lease is another": _set(lease_number=2**63 - 1),
     "push": _set(transfer_mode="push"),
     "flag is text": _set(do_remote_prefill="yes"),
-    "both flags": _set(do_remote_decode=True),
+    "flag is a number": _set(do_remote_decode=1),
 }
 
 
