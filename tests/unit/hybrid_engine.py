@@ -264,17 +264,9 @@ class HybridEngine:
         if output.finish_reason is not None:
             self.finished[output.request_id] = str(output.finish_reason)
 
-    def run(
-        self,
-        name: str,
-        tokens: Sequence[int] | None,
-        params: dict[str, Any] | None,
-        *,
-        max_tokens: int = 1,
-        **given: Any,
-    ) -> None:
-        """A request that needs nothing from outside, from its arrival to its end. `given`: as for `submit`."""
-        self.submit(name, tokens, params, max_tokens=max_tokens, **given)
+    def run(self, name: str, tokens: Sequence[int] | None, params: dict[str, Any] | None, **settings: Any) -> None:
+        """A request that needs nothing from outside, from its arrival to its end. `settings`: as for `submit`."""
+        self.submit(name, tokens, params, **settings)
         for _ in range(50):
             self.step()
             if name in self.finished:

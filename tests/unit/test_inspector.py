@@ -15,6 +15,7 @@ from connector.wire.inspection import EngineFacts, HoldRow, Inspect, What, decod
 from statemachine import peer, remote_engine
 from statemachine.lease import LeaseName
 from statemachine.remote_engine import EngineLimits, RemoteEngine
+from tests.unit.hand_clock import HandClock
 
 S = NS_PER_SECOND
 LIMITS = EngineLimits(
@@ -33,22 +34,11 @@ RANKS = ("tp0", "tp1")
 ADDRESS = "10.0.0.1:5600"
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.ns = 100 * S
-
-    def now_ns(self) -> int:
-        return self.ns
-
-    def wall(self) -> float:
-        return self.ns / S
-
-
 class Asked:
     """The inspector of a worker that reads from one engine."""
 
     def __init__(self) -> None:
-        self.clock = Clock()
+        self.clock = HandClock()
         recorder = Recorder(engine_id="d", rank=0, role="worker", clock=self.clock, sink=None)
         observer = recorder.observer("P")
         self.core = RemoteEngine("P", ADDRESS, LIMITS, observe=observer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -39,30 +39,10 @@ def _talk_to_anybody(frames: Sequence[bytes], *, peer: str, **others: Any) -> Ha
         return decode_reply(frames, peer=error.failure.found, **others)
 
 
-def _edit_worker(module: str, function: str, before: str, after: str) -> Do:
-    """An edit of a function of the worker, which imports vLLM: not before it is applied."""
-    return Do(
-        lambda patch: patch.edit(
-            getattr(importlib.import_module(f"connector.worker.{module}"), function), before, after
-        )
-    )
-
-
-def _edit_adapters(method: str, before: str, after: str) -> Do:
-    """An edit of what of a prompt is read, which imports vLLM."""
-    return Do(
-        lambda patch: patch.edit(
-            getattr(importlib.import_module("connector.scheduler.pulls").Pulls, method), before, after
-        )
-    )
-
-
-def _edit_finishing(method: str, before: str, after: str) -> Do:
-    return Do(
-        lambda patch: patch.edit(
-            getattr(importlib.import_module("connector.worker.finishing").Finishing, method), before, after
-        )
-    )
+def _edit_late(function: str, before: str, after: str) -> Do:
+    """An edit of a function of `connector` whose module imports vLLM: not before it is applied. `function`: its module,
+    a colon, and its name there."""
+    return Do(lambda patch: patch.edit(pkgutil.resolve_name(f"connector.{function}"), before, after))
 
 
 _HOSTILE = "tests/unit/test_wire_handshake.py::TestWhatAHostileReplyCosts::"
@@ -80,9 +60,8 @@ PACKING = (
         name="GPUs are read from whatever is enforced",
         broken="an engine on CPUs packs what it reads from one on GPUs without the option for it",
         changes=(
-            _edit_worker(
-                "cpu_attention",
-                "why_not_packed",
+            _edit_late(
+                "worker.cpu_attention:why_not_packed",
                 'if vllm_config.kv_transfer_config.get_from_extra_config("enforce_handshake_compat", True):',
                 "if False:",
             ),
@@ -93,8 +72,8 @@ PACKING = (
         name="quantized blocks are packed",
         broken="what was read quantized is given to layers that quantize it again",
         changes=(
-            _edit_worker(
-                "cpu_attention", "why_not_packed", "if is_quantized_kv_cache(layer.kv_cache_dtype):", "if False:"
+            _edit_late(
+                "worker.cpu_attention:why_not_packed", "if is_quantized_kv_cache(layer.kv_cache_dtype):", "if False:"
             ),
         ),
         place=ByTest(_ORDER_ON_CPUS + "test_nothing_is_packed_in_a_quantized_cache"),
@@ -102,28 +81,20 @@ PACKING = (
     Mutant(
         name="what came from GPUs stays as it lies",
         broken="blocks that are to be packed are reported as loaded without it",
-        changes=(
-            Do(
-                lambda patch: patch.edit(
-                    importlib.import_module("connector.worker.packing").PackedBlocks.pack,
-                    "for layer in self._layers:",
-                    "for layer in ():",
-                )
-            ),
-        ),
+        changes=(_edit_late("worker.packing:PackedBlocks.pack", "for layer in self._layers:", "for layer in ():"),),
         place=ByTest(f"{_FROM_GPUS}[vec-LBHNC-64-64-1-decode_rank0]"),
     ),
     Mutant(
         name="packed blocks are zeroed by the place where tokens had landed",
         broken="what no READ has written is zeroed after packing, which has put tokens elsewhere",
         changes=(
-            _edit_finishing(
-                "_change",
+            _edit_late(
+                "worker.finishing:Finishing._change",
                 "self._cache_memory.zero([each.unfilled for each in loaded if each.unfilled is not None])",
                 "late = [each.unfilled for each in loaded if each.unfilled is not None]",
             ),
-            _edit_finishing(
-                "_change",
+            _edit_late(
+                "worker.finishing:Finishing._change",
                 "self._pack(each.request_id, each.permutation)",
                 "self._pack(each.request_id, each.permutation), self._cache_memory.zero(late)",
             ),
@@ -133,19 +104,19 @@ PACKING = (
     Mutant(
         name="one request's kernel ends the engine",
         broken="what a kernel raises while it packs a request's blocks reaches vLLM",
-        changes=(_edit_finishing("_pack", "except Exception as error:", "except KeyError as error:"),),
+        changes=(
+            _edit_late("worker.finishing:Finishing._pack", "except Exception as error:", "except KeyError as error:"),
+        ),
         place=ByTest("tests/unit/test_finishing.py::test_a_block_that_cannot_be_packed_fails_its_request_alone"),
     ),
     Mutant(
         name="a load is counted before it can be used",
         broken="a load that a device could not finish is a completed one in the figures of an earlier step",
         changes=(
-            Do(
-                lambda patch: patch.edit(
-                    importlib.import_module("connector.worker.ledger").TransferLedger.take_results,
-                    "continue  # it is counted when it is told",
-                    "self._count(self._stats.count_loaded, 1); continue",
-                )
+            _edit_late(
+                "worker.ledger:TransferLedger.take_results",
+                "continue  # it is counted when it is told",
+                "self._count(self._stats.count_loaded, 1); continue",
             ),
         ),
         place=ByTest("tests/unit/test_ledger.py::test_no_figure_goes_back_where_a_device_finishes_in_a_later_step"),
@@ -184,22 +155,16 @@ IDENTITY = (
     Mutant(
         name="adapters are known by their names",
         broken="an adapter of the same name is taken for the same, whatever weights P had under it",
-        changes=(_edit_adapters("_has_other_adapter", "if remote.adapter_weights is None:", "if True:"),),
+        changes=(
+            _edit_late("scheduler.pulls:Pulls._has_other_adapter", "if remote.adapter_weights is None:", "if True:"),
+        ),
         place=ByTest("tests/unit/test_other_prompts.py::test_the_weights_of_an_adapter_are_compared"),
     ),
     Mutant(
         name="embeddings are all alike",
         row=32,
         broken="a prompt that is given as embeddings is known by their number",
-        changes=(
-            Do(
-                lambda patch: patch.edit(
-                    importlib.import_module("connector.scheduler.prefix_digest")._digests,
-                    "if request.prompt_embeds is not None:",
-                    "if False:",
-                )
-            ),
-        ),
+        changes=(_edit_late("scheduler.prefix_digest:_digests", "if request.prompt_embeds is not None:", "if False:"),),
         place=ByTest("tests/unit/test_other_prompts.py::test_embeddings_of_another_prompt_are_not_taken_for_this_ones"),
     ),
     Mutant(
@@ -224,9 +189,8 @@ IDENTITY = (
         name="any draft model will do",
         broken="which weights the draft model has is not told",
         changes=(
-            _edit_worker(
-                "kv_identity",
-                "_of_draft",
+            _edit_late(
+                "worker.kv_identity:_of_draft",
                 "**_of_model(DRAFT, draft, speculative.draft_load_config or vllm_config.load_config)",
                 "**{}",
             ),
@@ -236,13 +200,13 @@ IDENTITY = (
     Mutant(
         name="any configuration will do",
         broken="the configuration of the model is not told",
-        changes=(_edit_worker("kv_identity", "_factors", "factors |= _of_configuration(model)", "pass"),),
+        changes=(_edit_late("worker.kv_identity:_factors", "factors |= _of_configuration(model)", "pass"),),
         place=ByTest(_OF_AN_ENGINE + "test_another_model_of_the_same_shape_is_named"),
     ),
     Mutant(
         name="queries may be scaled on one engine",
         broken="whether Llama 4 scales its queries is told as its configuration says, which vLLM overrides",
-        changes=(_edit_worker("kv_identity", "_of_temperature_tuning", "== _LLAMA_4", "== ''"),),
+        changes=(_edit_late("worker.kv_identity:_of_temperature_tuning", "== _LLAMA_4", "== ''"),),
         place=ByTest(_OF_AN_ENGINE + "test_engines_of_which_one_scales_the_queries_of_llama_4_do_not_fit"),
     ),
     Mutant(
@@ -254,7 +218,7 @@ IDENTITY = (
     Mutant(
         name="any quantization will do",
         broken="how the weights are quantized is not told",
-        changes=(_edit_worker("kv_identity", "_factors", "_text(model.quantization or NONE)", "NONE"),),
+        changes=(_edit_late("worker.kv_identity:_factors", "_text(model.quantization or NONE)", "NONE"),),
         place=ByTest(_OF_AN_ENGINE + "test_quantization_is_named"),
     ),
     Mutant(
@@ -266,13 +230,13 @@ IDENTITY = (
     Mutant(
         name="scales are not told",
         broken="an engine does not say what it multiplies stored numbers by",
-        changes=(_edit_worker("kv_identity", "_layers", "scales = _scales(layers)", "scales = {}"),),
+        changes=(_edit_late("worker.kv_identity:_layers", "scales = _scales(layers)", "scales = {}"),),
         place=ByTest(_OF_AN_ENGINE + "test_scales_of_a_quantized_cache_are_named"),
     ),
     Mutant(
         name="scales are laid out over what was read",
         broken="scales that lie in the cache are set to 1 with the first forward pass, as vLLM does by itself",
-        changes=(_edit_worker("token_scales", "_lay_out", "getattr(attention, _LAY_OUT)(layer.kv_cache)", "return"),),
+        changes=(_edit_late("worker.token_scales:_lay_out", "getattr(attention, _LAY_OUT)(layer.kv_cache)", "return"),),
         place=ByTest("tests/unit/test_token_scales.py::test_what_was_read_before_the_first_pass_stays"),
     ),
     Mutant(
@@ -290,25 +254,25 @@ IDENTITY = (
     Mutant(
         name="any order of elements will do",
         broken="the order in which attention on CPUs keeps K and V is not told",
-        changes=(_edit_worker("kv_identity", "_order", 'element_order(layer) if layer is not None else ""', '""'),),
+        changes=(_edit_late("worker.kv_identity:_order", 'element_order(layer) if layer is not None else ""', '""'),),
         place=ByTest(_OF_AN_ENGINE + "test_the_order_on_cpus_is_named"),
     ),
     Mutant(
         name="all slots are alike",
         broken="which back end has filled slots of K and V is told by a factor alone, which can be skipped",
-        changes=(_edit_worker("kv_identity", "_order", "IN_SLOTS if layer is None else", "IN_SLOTS if True else"),),
+        changes=(_edit_late("worker.kv_identity:_order", "IN_SLOTS if layer is None else", "IN_SLOTS if True else"),),
         place=ByTest("tests/unit/test_rocm.py::test_back_ends_that_fill_their_slots_in_unlike_ways_do_not_fit"),
     ),
     Mutant(
         name="blocks in arrays have the order of others",
         broken="an engine with FlyDSL does not say that TurboQuant has another order there",
-        changes=(_edit_worker("kv_identity", "_order", "if is_in_arrays(layer):", "if False:"),),
+        changes=(_edit_late("worker.kv_identity:_order", "if is_in_arrays(layer):", "if False:"),),
         place=ByTest("tests/unit/test_turboquant.py::test_an_order_that_one_engine_only_has_is_named"),
     ),
     Mutant(
         name="blocks in arrays are cut",
         broken="tokens and heads are read out of blocks whose metadata lie behind the data of all of them",
-        changes=(_edit_worker("turboquant", "undivided", "if is_in_arrays(layer)", "if False"),),
+        changes=(_edit_late("worker.turboquant:undivided", "if is_in_arrays(layer)", "if False"),),
         place=ByTest("tests/unit/test_turboquant.py::test_blocks_in_arrays_are_not_cut"),
     ),
     Mutant(
@@ -326,13 +290,13 @@ IDENTITY = (
     Mutant(
         name="how much a layer keeps is not told",
         broken="an engine does not say how many bytes a state or an entry of a layer has",
-        changes=(_edit_worker("kv_identity", "_layers", "_content_bytes(shape, specs[name])", "()"),),
+        changes=(_edit_late("worker.kv_identity:_layers", "_content_bytes(shape, specs[name])", "()"),),
         place=ByTest(_OF_LAYOUTS + "test_states_of_engines_that_draft_unlike_numbers_of_tokens_do_not_fit"),
     ),
     Mutant(
         name="any kind of FP8 will do",
         broken="an engine on MI300 does not say that its FP8 is of another kind",
-        changes=(_edit_worker("kv_identity", "_kind_of_fp8", "if has_fp8 and", "if False and"),),
+        changes=(_edit_late("worker.kv_identity:_kind_of_fp8", "if has_fp8 and", "if False and"),),
         place=ByTest(_OF_AN_ENGINE + "test_fp8_of_another_kind_in_an_indexer_is_named"),
     ),
     Mutant(

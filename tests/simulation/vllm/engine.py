@@ -52,6 +52,7 @@ from connector.protocol import (
 )
 from connector.step_metadata import StepMetadata, WorkerReport
 from connector.step_overlap import may_read
+from connector.wire.params import ParamsKind, classify
 from statemachine.draining import Draining
 from statemachine.lease import LeaseName
 from tests.rig.content import VOCABULARY_SIZE
@@ -545,10 +546,9 @@ class VllmEngine:
             pull.may_fail = self._requests.asks[request_id].may_fail
             if isinstance(command, StartPull):
                 self._loaded_tokens[request_id] = command.num_tokens or 0
-                lends = (self._requests.asks[request_id].params or {}).get("do_remote_decode")
-                loads = (self._requests.asks[request_id].params or {}).get("do_remote_prefill")
-                self._requests.cover("read back", bool(lends and not loads))
-                self._requests.cover("loaded by a link", bool(lends and loads))
+                kind = classify(self._requests.asks[request_id].params)
+                self._requests.cover("read back", kind == ParamsKind.REMOTE_DECODE)
+                self._requests.cover("loaded by a link", kind == ParamsKind.REMOTE_PREFILL | ParamsKind.REMOTE_DECODE)
         self.around.oracles.start(pull)
 
     def hear(self, tp_rank: int, event: WorkerEvent) -> None:
