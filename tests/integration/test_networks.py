@@ -102,8 +102,7 @@ class Machines:
 
     def reason(self, name: str) -> str | None:
         """Why it has failed."""
-        self.traces.wait_for("request", name, lambda path: path[-1:] in (["failed"], ["expired"]))
-        return self.traces.reason("request", name)
+        return self.traces.reason(name)
 
     def wait_until_read(self, seconds: float) -> int:
         """Until `p` is read again, asked ten times a second; returns how often it was not although no READ was left."""

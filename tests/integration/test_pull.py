@@ -81,7 +81,7 @@ def test_abort_while_the_handshake_is_pending(house: House) -> None:
         house.decode.wait_until_whole(20)
         path = house.traces.wait_for_state("request", "abort-pending", "failed")
         assert path == ["pending_handshake", "failed"]
-        assert house.traces.reason("request", "abort-pending") == "AbortedByClient"
+        assert house.traces.reason("abort-pending") == "AbortedByClient"
 
 
 def test_the_switch_interval_is_short_while_something_is_open(house: House) -> None:

@@ -140,7 +140,7 @@ def test_a_relay_that_changes_one_byte_of_metadata_costs_its_own_request_only(ho
         name, tokens = "by-relay", prompt("by-relay", 70)
         params = {**house.prefill.prefill(name, tokens), "remote_port": relay.port}
         check_not_loaded(engine, engine.decode(name, tokens, params), tokens)
-        assert house.traces.reason("request", name) == "HandshakeRefused"
+        assert house.traces.reason(name) == "HandshakeRefused"
         assert "its UCX address is of version 15" in engine.log_path.read_text()
         deadline = time.monotonic() + _TOLERANCE
         for number in itertools.count():
@@ -148,7 +148,7 @@ def test_a_relay_that_changes_one_byte_of_metadata_costs_its_own_request_only(ho
             outcome = engine.decode(name, tokens, house.prefill.prefill(name, tokens))
             if outcome.received:
                 break
-            assert house.traces.reason("request", name) == "PeerBackoff"
+            assert house.traces.reason(name) == "PeerBackoff"
             assert time.monotonic() < deadline
         check_loaded(outcome, tokens)
     house.prefill.wait_until_whole(LEASE_SECONDS + _TOLERANCE)
@@ -188,7 +188,7 @@ def test_a_request_that_is_still_computing_cannot_be_freed_by_a_notification(hou
                 check_loaded(answered, tokens, 2)
             else:
                 check_not_loaded(house.recompute, answered, tokens)
-                assert house.traces.reason("request", name) == "LeaseOver"
+                assert house.traces.reason(name) == "LeaseOver"
             engine.wait_until_whole(LEASE_SECONDS + _TOLERANCE)
         name = "after-early-releases"
         tokens = prompt(name, 70)
@@ -261,7 +261,7 @@ def test_a_prefill_engine_that_ucx_has_closed_a_port_of_lends_nothing_any_more(h
         check_not_loaded(
             house.recompute, house.recompute.decode("refused", tokens[name], params[name], 2), tokens[name]
         )
-        assert house.traces.reason("request", "refused") == "HandshakeRefused"
+        assert house.traces.reason("refused") == "HandshakeRefused"
         assert f"UCX has closed its TCP port {at[1]}" in house.recompute.log_path.read_text()
         assert engine.log_path.read_text().count("a worker serves no KV any more") == 1
 

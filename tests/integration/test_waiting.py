@@ -61,7 +61,7 @@ def test_a_request_that_waits_for_three_lease_times_is_served(house: House, narr
         lent = house.prefill.snapshot().requests
         assert not narrow.has_ended(name)
     outcome = narrow.wait(name)
-    assert outcome.received, f"{house.traces.reason('request', name)}, while P had lent {lent}"
+    assert outcome.received, f"{house.traces.reason(name)}, while P had lent {lent}"
     check_loaded(outcome, tokens, 2)
 
 
@@ -78,7 +78,7 @@ def test_a_lease_outlives_an_engine_that_makes_no_step(house: House, narrow: Eng
         lent = house.prefill.snapshot().requests
         narrow.resume_steps()
     outcome = narrow.wait(name)
-    assert outcome.received, f"{house.traces.reason('request', name)}, while P had lent {lent}"
+    assert outcome.received, f"{house.traces.reason(name)}, while P had lent {lent}"
     check_loaded(outcome, tokens, 2)
 
 

@@ -31,10 +31,6 @@ class Traces:
         states = [record.to_state for record in self.records(machine, subject)]
         return [state for index, state in enumerate(states) if index == 0 or states[index - 1] != state]
 
-    def reason(self, machine: str, subject: str) -> str | None:
-        """Kind of the failure in the last transition."""
-        return self.records(machine, subject)[-1].reason
-
     def wait_for(self, machine: str, subject: str, reached: Callable[[list[str]], bool]) -> list[str]:
         """Wait until the path of an instance is as wanted, and return it.
 
@@ -50,6 +46,11 @@ class Traces:
     def wait_for_state(self, machine: str, subject: str, state: str) -> list[str]:
         """Wait until an instance is in `state`; the path that led there."""
         return self.wait_for(machine, subject, lambda path: path[-1:] == [state])
+
+    def reason(self, request_id: str) -> str | None:
+        """Wait until a request has ended, of which the engine may know before it is written; why, where it failed."""
+        self.wait_for("request", request_id, lambda path: path[-1:] in (["done"], ["failed"], ["expired"]))
+        return self.records("request", request_id)[-1].reason
 
     def expect_plain_lease(self, request_id: str) -> None:
         """Wait until a lease is over; it was lent, and it ended because its readers released it."""
