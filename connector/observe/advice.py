@@ -20,6 +20,9 @@ FREED_ON_P = "FreedOnP"
 """Kind of a request of which nothing was read, because P had freed a part of it. Not a failure."""
 OTHER_ADAPTER = "OtherAdapter"
 """Kind of a request of which nothing was read, because P had other weights under its adapter's name. Not a failure."""
+OTHER_MEDIA = "OtherMedia"
+"""Kind of a request of which nothing was read, because P had computed other images or sound in the places of the same
+tokens. Not a failure: its client got the right answer, later."""
 NOT_READ = "NotRead"
 """Kind of a lease that D held and let go of without a READ. Not a failure: D had no use for it, or none any more."""
 
@@ -145,6 +148,10 @@ WHAT_TO_DO: dict[str, str] = {
     ),
     FREED_ON_P: "nothing: see docs/limits.md (caches and layouts); a P with this connector keeps what D needs",
     OTHER_ADAPTER: "load the same adapter on all engines, or give new weights a new name",
+    OTHER_MEDIA: (
+        "have the router send each request with the kv_transfer_params of its own prefill, and images by the same "
+        "names (uuid) to both engines"
+    ),
     NO_ROOM: (
         "restart the engines whose READs do not end (nixl-actor ps names them), or this engine; what is lent back "
         "(bidirectional_kv_xfer) comes back by itself"

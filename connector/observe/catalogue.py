@@ -396,12 +396,13 @@ WAKE_UP_SECONDS = Metric(
 # --- counters -------------------------------------------------------------------------------------------------------
 
 DECODE, PREFILL = "decode", "prefill"
-ABSENT, UNUSABLE, CONTINUED, WINDOW, ADAPTER, NO_ROOM = (
+ABSENT, UNUSABLE, CONTINUED, WINDOW, ADAPTER, MEDIA, NO_ROOM = (
     "absent",
     "unusable",
     "continued",
     "window",
     "adapter",
+    "media",
     "no_room",
 )
 SIDE_CHANNEL, CONTROL_SOCKET, NOTIFICATIONS = "side_channel", "control_socket", "notifications"
@@ -474,11 +475,11 @@ LOCAL_PREFILLS = Metric(
     "kv_transfer_params are absent (counted on a kv_consumer only), ask for nothing (unusable), are those of a shorter "
     "prompt, with which this one begins, or of an equal one that others have loaded and let go of (continued), or lack "
     "a block that the last token sees and vLLM has freed on P (window); or P had other weights under the name of their "
-    "adapter (adapter); or vLLM keeps what is free for one whose load has failed and that does not fit beside blocks "
-    "in quarantine or lent back (no_room).",
+    "adapter (adapter), or other images or sound in the places of the same tokens (media); or vLLM keeps what is free "
+    "for one whose load has failed and that does not fit beside blocks in quarantine or lent back (no_room).",
     side="D",
     labels=("reason",),
-    series=((ABSENT,), (UNUSABLE,), (CONTINUED,), (WINDOW,), (ADAPTER,), (NO_ROOM,)),
+    series=((ABSENT,), (UNUSABLE,), (CONTINUED,), (WINDOW,), (ADAPTER,), (MEDIA,), (NO_ROOM,)),
 )
 GRANTED_LEASES = Metric(
     name=f"{PREFIX}granted_leases", kind="counter", documentation="Leases that were granted.", side="P"

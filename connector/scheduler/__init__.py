@@ -11,6 +11,7 @@ vllm_admission       how many blocks vLLM asks for before it begins a request
 beside_offloading    has `OffloadingConnector` copy blocks before KV is read into them
 prefix_digest        what a request begins with, as a text that two engines can compare
 adapters             which weights its adapter has, likewise
+media_names          which images and other media it has, likewise
 draining             ending an engine without a request noticing
 listener_thread      the thread that answers handshakes
 engine_figures       figures that concern a whole engine

@@ -33,7 +33,8 @@ from connector.scheduler.engine_figures import EngineFigures
 from connector.scheduler.far_ends import FarEnds
 from connector.scheduler.host_saves import blocks_to_save
 from connector.scheduler.kept_blocks import KeptBlocks
-from connector.scheduler.prefix_digest import numbers_media, prefix_digests, prompt_digests
+from connector.scheduler.media_names import MediaNames
+from connector.scheduler.prefix_digest import prefix_digests, prompt_digests
 from connector.staging import is_staged
 from connector.wire.bounded import ID_LENGTH_MAX, shorten
 from connector.wire.control import is_request_id
@@ -101,7 +102,7 @@ class Lends:
         self._figures = figures
         self._tell = tell
         self._drafts_max: int = vllm_config.num_speculative_tokens
-        self._numbers_media = numbers_media(vllm_config)
+        self._media = MediaNames(vllm_config)
         self._lends_back = options.bidirectional_kv_xfer and _can_lend_back(vllm_config, groups)
         # The first number is random, so that a later life of this engine repeats none: its peers may still ask for
         # leases of this one. 48 bits leave room up to the 63 of the wire.
@@ -295,7 +296,7 @@ class Lends:
         if grant.for_decode:
             digests = prompt_digests(request, lengths)
         else:
-            digests = prefix_digests(request, lengths, numbers_media=self._numbers_media)
+            digests = prefix_digests(request, lengths, media_are_numbered=self._media.are_numbers)
         far_ends = self._far_ends.lend(request, tokens)
         lent = [group.lend(block_ids[group.group_id], tokens, far_ends.get(group.group_id)) for group in groups]
         pairs = zip(groups, lent, strict=True)
@@ -328,6 +329,8 @@ class Lends:
             prefix_digests=tuple(digests),
             first_tokens=firsts,
             adapter_weights=self._adapters.of(request),
+            # Those of what is lent back are in its digests.
+            media_names=self._media.of(request, tokens) if grant.for_decode else None,
         )
         keys = self._key_file.keys if self._key_file is not None else None
         return build_remote_prefill(remote, expires_seconds=expires_seconds, keys=keys)

@@ -6,15 +6,15 @@ From P, for D (`prompt_digests`). Parameters get to another request than the one
 mistake one for the other, `/v1/completions` hands one set to all prompts of a call, and a chat template that tells the
 time makes two prompts of one. KV depends on every token before it, so D loads only what is shown to be of the prompt
 that it has, or of what that one begins with. The digest is of the tokens, of embeddings where the client has given
-these, and of the adapter's name. It leaves out what may differ between two engines that compute the same: a salt
-concerns the cache of one engine only, and vLLM's identifier of an image depends on the path of the model and on which
-caches are on. The weights of an adapter are compared beside it (`adapters`).
+these, and of the adapter's name. It leaves out what may differ between two engines that compute the same, such as a
+salt, which concerns the cache of one engine only. The weights of an adapter are compared beside it (`adapters`), and
+images where they can be (`media_names`).
 
 From D, for P (`prefix_digests`). A conversation's next prompt need not begin with what D has: clients edit what was
 said, and chat templates leave out a model's thoughts or put tokens between. P reads back only what a digest of all that
 KV depends on is equal for, the salt and what stands for images among the tokens too: nobody says that the two requests
-are one, and what is not equal costs time only. Where vLLM numbers images instead of hashing them (`numbers_media`), the
-first one of each engine has the same name, so there is no digest of a prompt with images.
+are one, and what is not equal costs time only. Of a prompt with images there is no digest where these have numbers
+(`media_names`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
 DIGEST_LENGTH = 32
@@ -42,21 +41,14 @@ def prompt_digests(request: Request, lengths: Collection[int]) -> Digests:
     return _digests(request, lengths, repr(_adapter(request)), [])
 
 
-def prefix_digests(request: Request, lengths: Collection[int], *, numbers_media: bool) -> Digests:
+def prefix_digests(request: Request, lengths: Collection[int], *, media_are_numbered: bool) -> Digests:
     """Digests of all that KV depends on, one for each of `lengths`; the weights of adapters are compared beside them
-    (`adapters`). Empty where the prompt's images have no name of their own."""
+    (`adapters`). Empty where the prompt's images have no names of their own (`MediaNames.are_numbers`)."""
     media = request.mm_features or ()
-    if media and numbers_media:
+    if media and media_are_numbered:
         return []
     features = sorted((each.mm_position.offset, each.identifier) for each in media)
     return _digests(request, lengths, repr((_adapter(request), request.cache_salt)), features)
-
-
-def numbers_media(vllm_config: VllmConfig) -> bool:
-    """Whether vLLM numbers images, sound and the like: with no cache of them and none of prefixes it hashes nothing."""
-    multimodal = vllm_config.model_config.multimodal_config
-    has_cache = vllm_config.cache_config.enable_prefix_caching
-    return multimodal is not None and multimodal.mm_processor_cache_gb == 0 and not has_cache
 
 
 def _adapter(request: Request) -> str | None:

@@ -43,7 +43,8 @@ from connector.observe.log import get_logger, is_said
 from connector.protocol import LetGo, PeerAddress, RejectPull, ReleaseUnread, StartPull, TrackLease
 from connector.scheduler.adapters import AdapterWeights
 from connector.scheduler.cache_groups import CacheGroups
-from connector.scheduler.prefix_digest import numbers_media, prefix_digests, prompt_digests
+from connector.scheduler.media_names import MediaNames, differ
+from connector.scheduler.prefix_digest import prefix_digests, prompt_digests
 from connector.step_overlap import may_read
 from connector.wire.params import (
     ParamsError,
@@ -123,13 +124,15 @@ class Pulls:
         self._key_file = key_file
         self._adapters = adapters
         self._may_read = may_read(vllm_config)
-        self._numbers_media = numbers_media(vllm_config)
+        self._media = MediaNames(vllm_config)
         self._clock = clock
         self._log_failure = log_failure
         # Prompts whose parameters name the blocks of an answer, and no lease.
         self._numberless = 0
         # Requests of whose adapter the lender has other weights.
         self._of_other_adapters = 0
+        # Requests of whose images and the like the lender had others.
+        self._of_other_media = 0
 
     def of_decode(self, request: Request) -> WaitingPull | None:
         """D: of a request whose KV is on P, as its parameters say; None: they name no P. It may be lent on."""
@@ -167,6 +170,8 @@ class Pulls:
                 because = None if tokens else catalogue.WINDOW
                 if self._has_other_adapter(remote, request):
                     tokens, because = 0, catalogue.ADAPTER
+                elif self._has_other_media(remote, request):
+                    tokens, because = 0, catalogue.MEDIA
         except ParamsError as error:
             return WaitingPull(
                 error.failure, tokens=tokens, at_least=0, heard_ns=now_ns, prompt_tokens=request.num_prompt_tokens
@@ -319,6 +324,26 @@ class Pulls:
             )
         return True
 
+    def _has_other_media(self, remote: RemotePrefill, request: Request) -> bool:
+        """Whether the lender is known to have had other images, or sound, in the places of the same tokens."""
+        if remote.media_names is None:
+            return False
+        ours = self._media.of(request, remote.num_tokens or 0)
+        if ours is None or not differ(ours, remote.media_names):
+            return False
+        self._of_other_media += 1
+        if is_said(self._of_other_media):
+            _log.warning(
+                "the prompt of request %s is computed here: it has other images (or sound, or video) than engine %s "
+                f"has computed as %s{ADVICE_FOLLOWS}have the router send each request with the kv_transfer_params of "
+                "its own prefill, and the same names (uuid) of images to both engines (number %d)",
+                request.request_id,
+                remote.engine_id,
+                remote.request_id,
+                self._of_other_media,
+            )
+        return True
+
     def _note_numberless(self, request_id: str) -> None:
         """P: parameters of an answer that say neither what is lent nor under which number: nothing is read."""
         self._numberless += 1
@@ -353,7 +378,7 @@ class Pulls:
             return 0
         theirs, ours = remote.num_tokens or 0, request.num_prompt_tokens
         said = {tokens: digest for tokens, digest in remote.prefix_digests if tokens <= min(theirs, ours)}
-        known = prefix_digests(request, said, numbers_media=self._numbers_media)
+        known = prefix_digests(request, said, media_are_numbered=self._media.are_numbers)
         tokens = max((tokens for tokens, digest in known if said[tokens] == digest), default=0)
         if self._groups.keeps_everything:
             return tokens

@@ -8,9 +8,9 @@ in protobuf's Struct, which has one kind of number: what P said in integers come
 where it is whole. Dynamo's sidecar for vLLM sends `remote_port`, and no other, as a text, for the built-in connector's
 sake, which would put the float into an address.
 
-The keys and their meaning are those of the built-in connector. Six are ours, and ignored by a built-in engine, which
-does not send them: `lease_number`, `prefix_digests`, `first_tokens`, `adapter_weights` (`RemotePrefill`), `signature`
-and, beside it, `signed_host` (`connector.wire.signatures`).
+The keys and their meaning are those of the built-in connector. Seven are ours, and ignored by a built-in engine, which
+does not send them: `lease_number`, `prefix_digests`, `first_tokens`, `adapter_weights`, `media_names`
+(`RemotePrefill`), `signature` and, beside it, `signed_host` (`connector.wire.signatures`).
 
 Parsing runs on the engine's scheduler thread. The whole dict is converted in one call of msgspec; only when that fails
 are such numbers looked for, and then the fields one by one to find the culprit, so the common case stays cheap.
@@ -85,6 +85,9 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     adapter_weights: str | None = None
     """Fingerprint of the weights of the request's adapter (`connector.scheduler.adapters`). None: it has none, they are
     not known, or P is a built-in one."""
+    media_names: str | None = None
+    """How P names images and other media, and a digest of the names of those among `num_tokens`
+    (`connector.scheduler.media_names`). None: not known, the model has none, or P is a built-in one."""
     signature: str | None = None
     """The signature covers all other fields; see `require_genuine`."""
     signed_host: str | None = None
@@ -162,6 +165,7 @@ def parse_remote_prefill(raw_untrusted: object) -> RemotePrefill:
         prefix_digests=wire.prefix_digests,
         first_tokens=wire.first_tokens,
         adapter_weights=wire.adapter_weights,
+        media_names=wire.media_names,
         signature=wire.signature,
         signed_host=wire.signed_host,
     )
@@ -226,6 +230,8 @@ def build_remote_prefill(
         made["first_tokens"] = list(remote.first_tokens)
     if remote.adapter_weights is not None:
         made["adapter_weights"] = remote.adapter_weights
+    if remote.media_names is not None:
+        made["media_names"] = remote.media_names
     if keys is not None:
         made["signature"] = keys.sign(remote, lends_back=lends_back)
         made["signed_host"] = remote.host
@@ -290,6 +296,7 @@ _FIELDS = (
         (),
     ),
     _WireField("adapter_weights", _Digest | None, "a text of at most 64 characters, or null", None),
+    _WireField("media_names", _Digest | None, "a text of at most 64 characters, or null", None),
     _WireField(
         "signature",
         Annotated[str, Meta(max_length=SIGNATURE_LENGTH_MAX)] | None,

@@ -20,6 +20,7 @@ Engines of one fleet share the secrets, so a signature says that an engine of th
 
 from __future__ import annotations
 
+import functools
 import hmac
 import re
 
@@ -80,7 +81,15 @@ class ParamsKeys(msgspec.Struct, frozen=True):
 
 def _digest(key: ParamsKey, params: msgspec.Struct, lends_back: bool) -> bytes:
     direction = _LENDS_BACK if lends_back else _LENDS
-    return hmac.digest(key.secret, _DOMAIN + direction + _encoder.encode(params), "sha256")
+    # Not the struct itself: how msgspec writes the size of one depends on how many fields the type has, and a version
+    # that has one more would sign the same values differently.
+    said = {name: value for name, default in _defaults(type(params)) if (value := getattr(params, name)) != default}
+    return hmac.digest(key.secret, _DOMAIN + direction + _encoder.encode(said), "sha256")
+
+
+@functools.cache
+def _defaults(params: type[msgspec.Struct]) -> list[tuple[str, object]]:
+    return [(field.name, field.default) for field in msgspec.structs.fields(params)]
 
 
 def parse_keys(text: str) -> ParamsKeys:

@@ -21,6 +21,7 @@ import pytest
 import torch
 from PIL import Image
 
+from connector.observe import catalogue
 from tests.e2e.client import Answer, PrefillDecode, Prompt
 from tests.e2e.cluster import (
     CHUNK_TOKENS,
@@ -32,6 +33,7 @@ from tests.e2e.cluster import (
     prompt,
 )
 from tests.e2e.engines import BLOCK_SIZE_TOKENS, EngineOptions, EngineSet
+from tests.e2e.metrics_page import Page
 from tests.e2e.tiny_idefics import ADAPTER_RANK, IMAGE_PIXELS, adapter, tiny_idefics
 from tests.e2e.tiny_model import HIDDEN_SIZE, WEIGHT_STANDARD_DEVIATION
 
@@ -159,6 +161,10 @@ class Pair:
         assert request.blocks == blocks
         assert lease.blocks == blocks_of(answer.prompt_tokens)
 
+    def computed_for_other_media(self) -> float:
+        """Prompts that D has computed because P had other images in the places of the same tokens."""
+        return Page.of(self.service.decode_client)[catalogue.LOCAL_PREFILLS, "media"]
+
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
@@ -196,9 +202,9 @@ def test_in_one_step(pair: Pair, kind: Kind) -> None:
         pair.assert_read(answers[key], pair.service.alone(each), key, blocks_of(answers[key].prompt_tokens))
 
 
-def test_the_answer_shows_when_the_kv_is_anothers(pair: Pair, kind: Kind) -> None:
-    """What the comparisons rest on: with the KV of another image the answer is another. That of another adapter is not
-    read, nor that of other embeddings: they are compared."""
+def test_the_parameters_of_another_prompt(pair: Pair, kind: Kind) -> None:
+    """KV of another one is not read. D has nothing of what it was asked for in its prefix cache, and computes a prompt
+    with other images, which a client may name as it likes; parameters of another prompt are a mistake."""
     prompts = kind("another")
     for (name, asked), (other_name, other) in permutations(prompts.items(), 2):
         params = pair.service.prefill(other).kv_transfer_params
@@ -206,6 +212,7 @@ def test_the_answer_shows_when_the_kv_is_anothers(pair: Pair, kind: Kind) -> Non
         right, key = pair.service.alone(asked).token_ids, f"{name}-{other_name}-wrong"
         # No block of it stays in D's prefix cache under the name of what was asked for.
         ask = partial(pair.service.decode_client.complete, kv_transfer_params=params, cache_salt="wrong")
+        before = pair.computed_for_other_media()
         wrong = ask(asked, request_id=key)
         if kind is not of_images:
             assert wrong.status == 500
@@ -215,17 +222,25 @@ def test_the_answer_shows_when_the_kv_is_anothers(pair: Pair, kind: Kind) -> Non
             assert pair.traces.last_record(f"{key}-next").reason == "BlocksConsumed"
         else:
             assert wrong.ok, wrong.error
-            assert wrong.token_ids != right
+            assert wrong.token_ids == right
+            assert pair.computed_for_other_media() == before + 1
 
 
-def test_engines_may_name_an_image_differently(pair: Pair) -> None:
-    """As they do where only one of them hashes it, or by another algorithm. What a client calls it is its name."""
-    text, key = prompt(TEXT_TOKENS, "named"), "named-image"
-    for_p, for_d, unnamed = (chat(image("named", uuid), text=text) for uuid in ("on-p", "on-d", None))
-    params = pair.service.prefill(for_p, key).kv_transfer_params
-    assert params is not None
-    answer = pair.service.decode(for_d, params, key)
-    pair.assert_read(answer, pair.service.alone(unnamed), key, blocks_of(answer.prompt_tokens))
+def test_what_a_client_calls_an_image_is_its_name(pair: Pair) -> None:
+    """So D reads what it is called alike for, and computes what is not."""
+    text = prompt(TEXT_TOKENS, "named")
+    named, renamed, unnamed = (chat(image("named", uuid), text=text) for uuid in ("mine", "on-d", None))
+    right = pair.service.alone(unnamed)
+    for for_d, key in ((named, "named-image"), (renamed, "renamed-image")):
+        params = pair.service.prefill(named, key).kv_transfer_params
+        assert params is not None
+        before = pair.computed_for_other_media()
+        answer = pair.service.decode(for_d, params, key)
+        if for_d is named:
+            pair.assert_read(answer, right, key, blocks_of(answer.prompt_tokens))
+        else:
+            assert answer.token_ids == right.token_ids
+            assert pair.computed_for_other_media() == before + 1
 
 
 def test_only_its_own_conversation_reads_an_answer_back(pair: Pair, kind: Kind) -> None:

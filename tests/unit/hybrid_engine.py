@@ -280,10 +280,17 @@ class HybridEngine:
         return parse_remote_prefill(self.params[name])
 
     def load(
-        self, name: str, tokens: Sequence[int], params: dict[str, Any], *, max_tokens: int = 1, priority: int = 0
+        self,
+        name: str,
+        tokens: Sequence[int],
+        params: dict[str, Any],
+        *,
+        max_tokens: int = 1,
+        priority: int = 0,
+        **given: Any,
     ) -> StartPull:
         """Submit a request whose KV lies elsewhere; the pull that it starts."""
-        self.submit(name, tokens, params, max_tokens=max_tokens, priority=priority)
+        self.submit(name, tokens, params, max_tokens=max_tokens, priority=priority, **given)
         self.step()
         return self.pull_of(name)
 

@@ -16,6 +16,7 @@ from connector.observe.advice import (
     NO_ROOM,
     NOT_READ,
     OTHER_ADAPTER,
+    OTHER_MEDIA,
     WHAT_TO_DO,
     advice_of,
     told,
@@ -183,7 +184,8 @@ def test_there_is_something_to_do_for_every_kind_of_failure() -> None:
         return {base}.union(*map(leaves, below)) - {base} if below else {base}
 
     kinds = {each.__name__ for each in leaves(Failure)}
-    assert WHAT_TO_DO.keys() == kinds | {NO_PARAMETERS, NO_ROOM, NOT_READ, ALREADY_READ, FREED_ON_P, OTHER_ADAPTER}
+    no_failures = {NO_PARAMETERS, NO_ROOM, NOT_READ, ALREADY_READ, FREED_ON_P, OTHER_ADAPTER, OTHER_MEDIA}
+    assert WHAT_TO_DO.keys() == kinds | no_failures
 
 
 @pytest.mark.parametrize("failure", EXAMPLES, ids=lambda failure: failure.kind)
@@ -613,7 +615,13 @@ def test_one_without_parameters(reason: str, word: str) -> None:
 
 @pytest.mark.parametrize(
     ("reason", "kind"),
-    [("continued", ALREADY_READ), ("window", FREED_ON_P), ("adapter", OTHER_ADAPTER), ("no_room", NO_ROOM)],
+    [
+        ("continued", ALREADY_READ),
+        ("window", FREED_ON_P),
+        ("adapter", OTHER_ADAPTER),
+        ("media", OTHER_MEDIA),
+        ("no_room", NO_ROOM),
+    ],
 )
 def test_one_of_which_nothing_was_read_though_it_had_parameters(reason: str, kind: str) -> None:
     """The router has lost nothing."""

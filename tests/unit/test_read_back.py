@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import logging
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from vllm import SamplingParams
-from vllm.config import MultiModalConfig
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse, ChatCompletionStreamResponse
 from vllm.entrypoints.openai.completion.protocol import CompletionResponse, CompletionStreamResponse
 from vllm.lora.request import LoRARequest
@@ -23,7 +21,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from connector.protocol import Command, LeaseComputing, LeaseGranted, ReleaseUnread, StartPull, TrackLease
 from connector.scheduler.cache_groups import NULL_BLOCK_ID
-from connector.scheduler.prefix_digest import Digests, numbers_media, prefix_digests
+from connector.scheduler.prefix_digest import Digests, prefix_digests
 from statemachine.failures import Failure
 from statemachine.grant import LEFT_TO_REQUESTS
 from statemachine.lease import LeaseName
@@ -213,8 +211,8 @@ def test_a_digest_is_of_all_that_kv_depends_on() -> None:
         place = PlaceholderRange(offset=offset, length=2)
         return MultiModalFeatureSpec(data=None, modality="image", identifier=identifier, mm_position=place)
 
-    def digests(request: Request, lengths: list[int], *, numbers_media: bool = False) -> Digests:
-        return prefix_digests(request, lengths, numbers_media=numbers_media)
+    def digests(request: Request, lengths: list[int], *, media_are_numbered: bool = False) -> Digests:
+        return prefix_digests(request, lengths, media_are_numbered=media_are_numbered)
 
     tokens = list(range(100, 140))
     adapter = LoRARequest("adapter", 1, "/nowhere")
@@ -236,20 +234,8 @@ def test_a_digest_is_of_all_that_kv_depends_on() -> None:
     embeds = [request(None, prompt_embeds=each) for each in (torch.zeros(4, 8), torch.ones(4, 8))]
     assert digests(embeds[0], [2]) == digests(request(None, prompt_embeds=torch.zeros(3, 8)), [2])
     assert digests(embeds[0], [2]) != digests(embeds[1], [2])
-    assert digests(requests[2], [20], numbers_media=True) == []
-    assert digests(requests[0], [20], numbers_media=True) == digests(requests[0], [20])
-
-
-@pytest.mark.parametrize("cache_gb", [0, 4])
-@pytest.mark.parametrize("caches_prefixes", [False, True])
-def test_images_are_numbered_where_nothing_caches_them(cache_gb: float, caches_prefixes: bool) -> None:
-    config: Any = SimpleNamespace(
-        model_config=SimpleNamespace(multimodal_config=MultiModalConfig(mm_processor_cache_gb=cache_gb)),
-        cache_config=SimpleNamespace(enable_prefix_caching=caches_prefixes),
-    )
-    assert numbers_media(config) == (not cache_gb and not caches_prefixes)
-    config.model_config.multimodal_config = None
-    assert not numbers_media(config)
+    assert digests(requests[2], [20], media_are_numbered=True) == []
+    assert digests(requests[0], [20], media_are_numbered=True) == digests(requests[0], [20])
 
 
 def _without_address(params: dict[str, Any]) -> None:

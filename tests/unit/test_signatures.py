@@ -51,6 +51,7 @@ LENT = RemotePrefill(
     prefix_digests=((100, "ab"), (200, "cd")),
     first_tokens=(0, 176),
     adapter_weights="0123abcd",
+    media_names="4567:89ef",
 )
 
 CHANGED: dict[str, Any] = {
@@ -67,6 +68,7 @@ CHANGED: dict[str, Any] = {
     "prefix_digests": ((100, "ab"), (200, "ce")),
     "first_tokens": (0, 160),
     "adapter_weights": None,
+    "media_names": "4567:89ee",
     "signed_host": "10.0.0.2",
 }
 """Another value for each field of the parameters."""

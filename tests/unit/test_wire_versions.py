@@ -293,7 +293,7 @@ def test_digests_of_a_prompt_are_those_of_version_0_1() -> None:
         "d8a08c4a8b6935b50678b17823d4c13d",
         "4077e69d15870212ec68b8bb8fc5964b",
     ]
-    assert [digest for _, digest in prefix_digests(request, [4], numbers_media=False)] == [
+    assert [digest for _, digest in prefix_digests(request, [4], media_are_numbered=False)] == [
         "6f03ea55210518e62c92a8177c1ff7bf"
     ]
 

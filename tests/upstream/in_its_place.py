@@ -106,7 +106,7 @@ def _say_what_engines_say(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             params = asked.kv_transfer_params
             assert params is not None
             common = min(params["remote_num_tokens"], asked.num_prompt_tokens)
-            digests = prefix_digests(asked, [common], numbers_media=False)
+            digests = prefix_digests(asked, [common], media_are_numbered=False)
             params |= {"tp_size": 1, "lease_number": 1, "prefix_digests": [list(each) for each in digests]}
             return asked
 

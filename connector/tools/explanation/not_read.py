@@ -12,6 +12,7 @@ from connector.observe.advice import (
     NO_ROOM,
     NOT_READ,
     OTHER_ADAPTER,
+    OTHER_MEDIA,
     WHAT_TO_DO,
 )
 from connector.observe.history import (
@@ -155,6 +156,10 @@ NOTHING_READ = {
     catalogue.ADAPTER: (
         OTHER_ADAPTER,
         "{engine} computed the prompt itself: P had other weights under the name of its adapter",
+    ),
+    catalogue.MEDIA: (
+        OTHER_MEDIA,
+        "{engine} computed the prompt itself: P had computed other images or sound in the places of the same tokens",
     ),
     catalogue.NO_ROOM: (
         NO_ROOM,

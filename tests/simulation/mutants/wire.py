@@ -161,6 +161,21 @@ IDENTITY = (
         place=ByTest("tests/unit/test_other_prompts.py::test_the_weights_of_an_adapter_are_compared"),
     ),
     Mutant(
+        name="images are all alike",
+        row=32,
+        broken="a prompt is known by its tokens alone, whatever images there are in their places",
+        changes=(_edit_late("scheduler.pulls:Pulls._has_other_media", "if remote.media_names is None:", "if True:"),),
+        place=ByTest("tests/unit/test_media_names.py::test_a_prompt_with_other_images_is_computed"),
+    ),
+    Mutant(
+        name="names of images are compared however they were made",
+        broken="where P and D name images in two ways, D computes every prompt that has one",
+        changes=(
+            _edit_late("scheduler.media_names:differ", 'one.partition(":")[0] == other.partition(":")[0]', "True"),
+        ),
+        place=ByTest("tests/unit/test_media_names.py::test_names_that_are_made_in_two_ways_are_not_compared"),
+    ),
+    Mutant(
         name="embeddings are all alike",
         row=32,
         broken="a prompt that is given as embeddings is known by their number",

@@ -1,0 +1,63 @@
+"""Which images, sound and the like a prompt has, as a text that two engines can compare.
+
+Among the tokens an image is one token, repeated, whatever it shows. vLLM names each (`MultiModalFeatureSpec.mm_hash`)
+for caches of one engine. Names of two engines can be compared where both make them in the same way: by a hash of the
+same algorithm, of the file as the client sent it and of the model as it was named at start, with the same version of
+vLLM. What is sent therefore says how its names were made, and where they were made in two ways nothing is compared. A
+client may give a name itself (`uuid`), which counts as any other: one that calls an image otherwise on D than on P has
+the prompt computed there.
+
+Where vLLM caches neither prefixes nor media it hashes nothing and numbers them: the first one of each engine has the
+same name, so that those are no names at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import vllm
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.request import Request
+
+_DIGITS = 24
+"""Hexadecimal: 96 bits of how names are made, and as many of the names."""
+
+
+class MediaNames:
+    """How this engine names what is not text.
+
+    Attributes:
+        are_numbers: they say nothing about what they stand for.
+    """
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        model = vllm_config.model_config
+        multimodal = model.multimodal_config
+        has_cache = vllm_config.cache_config.enable_prefix_caching
+        self.are_numbers = multimodal is not None and multimodal.mm_processor_cache_gb == 0 and not has_cache
+        self._made_by: str | None = None
+        if multimodal is not None and not self.are_numbers:
+            version = vllm.__version__.partition("+")[0]  # without what it was built for
+            self._made_by = _digest((version, model.model, multimodal.mm_hasher_algorithm))
+
+    def of(self, request: Request, tokens: int) -> str | None:
+        """Of what begins among so many tokens, which may be nothing; None: the model takes text only, or the names are
+        numbers."""
+        if self._made_by is None:
+            return None
+        named = [each for each in request.mm_features or () if each.mm_position.offset < tokens]
+        # An identifier has the adapter's name in front, where media go through the adapter too.
+        names = sorted((each.mm_position.offset, each.mm_hash or each.identifier) for each in named)
+        return f"{self._made_by}:{_digest(names)}"
+
+
+def differ(one: str, other: str) -> bool:
+    """Whether these are known to be of other media: made in the same way, and not equal."""
+    return one != other and one.partition(":")[0] == other.partition(":")[0]
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:_DIGITS]

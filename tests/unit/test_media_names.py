@@ -1,0 +1,165 @@
+"""Images in the places of equal tokens: by what they are known, and what D does with those of another prompt."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.config.multimodal import MultiModalConfig
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+from vllm.v1.request import Request
+
+from connector.protocol import LocalPrefillsSeen, ReleaseUnread, StartPull
+from connector.scheduler.media_names import MediaNames, differ
+from tests.unit.hybrid_engine import BLOCK_TOKENS, REMOTE_DECODE, HybridEngine, full
+
+PROMPT = list(range(1, 5 * BLOCK_TOKENS + 4))
+IMAGE_TOKENS = 8
+
+
+def config(
+    model: str = "/models/m", *, cache_gb: float = 4, caches_prefixes: bool = True, algorithm: str = "blake3"
+) -> Any:
+    """As much of vLLM's configuration as names depend on."""
+    multimodal = MultiModalConfig(mm_processor_cache_gb=cache_gb, mm_hasher_algorithm=algorithm)
+    return SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=multimodal, model=model),
+        cache_config=SimpleNamespace(enable_prefix_caching=caches_prefixes),
+    )
+
+
+def image(name: str, offset: int = BLOCK_TOKENS, adapter: str = "") -> MultiModalFeatureSpec:
+    place = PlaceholderRange(offset=offset, length=IMAGE_TOKENS)
+    return MultiModalFeatureSpec(
+        data=None, modality="image", identifier=adapter + name, mm_position=place, mm_hash=name
+    )
+
+
+def request(*images: MultiModalFeatureSpec) -> Request:
+    return Request("r", PROMPT, SamplingParams(max_tokens=1), None, mm_features=list(images))
+
+
+def test_other_images_have_other_names() -> None:
+    names = MediaNames(config())
+    prompts = [
+        request(),
+        request(image("a")),
+        request(image("b")),
+        request(image("a", 17)),
+        request(image("a"), image("b", 40)),
+        request(image("b"), image("a", 40)),
+    ]
+    found = [names.of(each, len(PROMPT)) for each in prompts]
+    assert all(one is not None and len(one) <= 64 for one in found)
+    for number, one in enumerate(found):
+        assert [differ(str(one), str(other)) for other in found] == [other != number for other in range(len(found))]
+
+
+def test_what_makes_no_difference() -> None:
+    """The order in which they are listed, what comes behind the tokens in question, and an adapter, of which the
+    weights are compared elsewhere."""
+    names = MediaNames(config())
+    plain = names.of(request(image("a"), image("b", 40)), 60)
+    assert names.of(request(image("b", 40), image("a")), 60) == plain
+    assert names.of(request(image("a"), image("b", 40), image("c", 60)), 60) == plain
+    assert names.of(request(image("a", adapter="x:"), image("b", 40)), 60) == plain
+    unhashed = image("a")
+    unhashed.mm_hash = None
+    assert names.of(request(unhashed, image("b", 40)), 60) == plain
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"model": "/elsewhere/m"}, {"algorithm": "sha256"}],
+    ids=lambda other: next(iter(other)),
+)
+def test_names_that_are_made_in_two_ways_are_not_compared(other: dict[str, Any]) -> None:
+    one, same, made_otherwise = (MediaNames(config(**each)) for each in ({}, {}, other))
+    a, b = request(image("a")), request(image("b"))
+    assert differ(str(one.of(a, 40)), str(same.of(b, 40)))
+    assert not differ(str(one.of(a, 40)), str(made_otherwise.of(b, 40)))
+
+
+def test_another_vllm_makes_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not one that was built for another device."""
+    found = []
+    for version in ("0.32.0", "0.32.0+cpu", "0.32.1"):
+        monkeypatch.setattr("vllm.__version__", version)
+        found.append(str(MediaNames(config()).of(request(image(version)), 40)))
+    assert differ(found[0], found[1])
+    assert not differ(found[0], found[2])
+
+
+@pytest.mark.parametrize("cache_gb", [0, 4])
+@pytest.mark.parametrize("caches_prefixes", [False, True])
+def test_images_are_numbered_where_nothing_caches_them(cache_gb: float, caches_prefixes: bool) -> None:
+    names = MediaNames(config(cache_gb=cache_gb, caches_prefixes=caches_prefixes))
+    assert names.are_numbers == (not cache_gb and not caches_prefixes)
+    assert (names.of(request(image("renderer0-mm-1-image-0")), 40) is None) == names.are_numbers
+
+
+def test_a_model_of_text_has_none() -> None:
+    text = config()
+    text.model_config.multimodal_config = None
+    assert not MediaNames(text).are_numbers
+    assert MediaNames(text).of(request(), 40) is None
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> dict[str, HybridEngine]:
+    """P, and two D. One makes names in the way of P."""
+    monkeypatch.setattr("connector.nixl_connector.require_supported", lambda *_: None)
+    made = {}
+    for name, model in (("p", "/m"), ("d", "/m"), ("elsewhere", "/models/m")):
+        for module in ("lends", "pulls"):
+            of_images = MediaNames(config(model))
+            monkeypatch.setattr(f"connector.scheduler.{module}.MediaNames", lambda _, of_images=of_images: of_images)
+        made[name] = HybridEngine([full()], engine_id=name)
+        # The model has no encoder; vLLM's scheduler asks whether there is room for what one would make.
+        made[name].scheduler.max_num_encoder_input_tokens = 64
+        made[name].scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=64)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("there", "images", "reads"),
+    [
+        ("d", [image("a")], True),
+        ("d", [image("b")], False),
+        ("d", [], False),
+        ("d", [image("a"), image("b", 40)], False),
+        ("elsewhere", [image("b")], True),
+    ],
+    ids=["equal", "other", "none", "one more", "named in another way"],
+)
+def test_a_prompt_with_other_images_is_computed(
+    engines: dict[str, HybridEngine],
+    there: str,
+    images: list[MultiModalFeatureSpec],
+    reads: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    prefill, decode = engines["p"], engines[there]
+    prefill.run("a", PROMPT, REMOTE_DECODE, mm_features=[image("a")])
+    params = json.loads(json.dumps(prefill.params["a"]))
+    decode.submit("r", PROMPT, params, max_tokens=2, mm_features=images)
+    decode.step()
+    (told,) = [each for each in decode.commands if isinstance(each, StartPull | ReleaseUnread)]
+    assert isinstance(told, StartPull if reads else ReleaseUnread)
+    assert ("it has other images (or sound, or video) than engine p has computed as a" in caplog.text) is not reads
+    if not reads:
+        decode.step()
+        assert decode.computed["r"] >= len(PROMPT)
+        (seen,) = [each for each in decode.commands if isinstance(each, LocalPrefillsSeen)]
+        assert [(each.request_id, each.reason) for each in seen.named] == [("r", "media")]
+
+
+def test_a_prompt_that_goes_on_with_another_image_is_loaded_as_far(engines: dict[str, HybridEngine]) -> None:
+    engines["p"].run("a", PROMPT, REMOTE_DECODE, mm_features=[image("a")])
+    more = [image("a"), image("b", len(PROMPT))]
+    told = engines["d"].load("r", [*PROMPT, *range(IMAGE_TOKENS + 3)], engines["p"].params["a"], mm_features=more)
+    assert told.num_tokens == told.remote_num_tokens
