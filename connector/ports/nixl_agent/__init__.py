@@ -7,6 +7,7 @@
     core        the agent with everything that belongs to it
     listeners   at which UCX is connected to
     looks       which READs in flight it asks about when
+    poll_cost   whether a poll has moved data, by what it cost
     metadata    what can be read of an agent's metadata
     names       names of agents, as bytes and as text
 

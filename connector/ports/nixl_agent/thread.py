@@ -21,6 +21,7 @@ from connector.ports.nixl import PortBroken, PortReadEnded, ReadHandle, ReadPost
 from connector.ports.nixl_agent.call_queue import CallQueue
 from connector.ports.nixl_agent.calls import Call, CallRefused, Outgoing, ReadOrdered, ThreadEnded
 from connector.ports.nixl_agent.core import AgentCore
+from connector.ports.nixl_agent.poll_cost import PollCost
 
 PAUSE_READING_SECONDS_MAX = 0.0005
 """Longest pause while READs are in flight. Each look that does not ask about a READ which has ended lets it go
@@ -38,11 +39,6 @@ PAUSE_SECONDS_MIN = 0.00005
 
 PAUSE_FRACTION = 0.25
 """Pause this fraction of the time since the last activity: a wait overshoots by at most a quarter."""
-
-POLL_WORKED_CPU_SECONDS = 0.00002
-POLL_WORKED_CPU_SECONDS_PER_READ = 0.000005
-"""A poll that computed for longer than this moved data (an empty one takes 2 us, and 1 more for each READ that it asks
-about), so the next one follows at once. Waiting does not count: not for a core, and not for the interpreter."""
 
 LOOK_SECONDS = 0.0002
 """Calls that wait are run for so long before there is another look at READs in flight."""
@@ -196,6 +192,7 @@ class AgentThread:
         active_at = looked_at = time.monotonic()
         notifications_at = 0.0
         pause_seconds = 0.0
+        cost = PollCost()
         while True:
             self.turns += 1
             if self._execute_next(core, pause_seconds):
@@ -217,11 +214,14 @@ class AgentThread:
             if events:
                 self._deliver(events)
                 self._tidy(core)
-            worked = cpu_seconds > POLL_WORKED_CPU_SECONDS + POLL_WORKED_CPU_SECONDS_PER_READ * core.looked_at
-            if events or worked:
-                # After a pause the caches are cold, and an empty poll takes as long: the next one will tell.
-                if events or pause_seconds < PAUSE_SECONDS_MIN:
-                    active_at = now
+            has_paused = pause_seconds >= PAUSE_SECONDS_MIN
+            is_active = bool(events) or cost.has_worked(cpu_seconds, core.looked_at, after_pause=has_paused)
+            may_be = has_paused and cost.may_have_worked(cpu_seconds, core.looked_at)
+            if not (events or core.looked_at):
+                cost.learn(cpu_seconds, after_pause=has_paused)
+            if is_active:
+                active_at = now
+            if is_active or may_be:
                 notifications_at = now
                 pause_seconds = 0.0
             else:

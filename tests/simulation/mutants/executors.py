@@ -10,9 +10,10 @@ from typing import Any
 import trio
 
 from connector.observe.trace_writer import TraceWriter
-from connector.ports.nixl_agent import RealNixlPort
+from connector.ports.nixl_agent import RealNixlPort, poll_cost
 from connector.ports.nixl_agent.core import AgentCore
 from connector.ports.nixl_agent.looks import Looks
+from connector.ports.nixl_agent.poll_cost import PollCost
 from connector.ports.zmq_bridge import ZmqRequester
 from connector.runtime import connections, effects, handshake, lease_keeper, peer_actor, restarts
 from connector.runtime.connections import Connections
@@ -926,6 +927,24 @@ PORTS = (
         broken="a READ that stays in flight hides the ends of all that were posted behind it",
         changes=(Edit(Looks.due, "list(islice(self._line_of, IN_TURN_MAX))", "()"),),
         place=ByTest("tests/unit/test_looks.py::test_every_read_is_asked_about_in_a_round"),
+    ),
+    Mutant(
+        name="an idle agent spins",
+        broken="what an empty poll costs is the same on all machines: where it costs more, each is taken for work",
+        changes=(Edit(PollCost.learn, "(self._cold if after_pause else self._warm).learn(cpu_seconds)", "pass"),),
+        place=ByTest("tests/unit/test_poll_cost.py::test_what_finds_nothing_is_not_taken_for_work"),
+    ),
+    Mutant(
+        name="nothing moves data any more",
+        broken="what a poll costs is learned from polls that move data too, without a bound",
+        changes=(
+            Edit(
+                poll_cost._Empty.learn,
+                "self._seconds = min(max(learned, self._least), self._most)",
+                "self._seconds = learned",
+            ),
+        ),
+        place=ByTest("tests/unit/test_poll_cost.py::test_a_long_transfer_is_not_taken_for_nothing"),
     ),
     Mutant(
         name="an agent without its memory",
