@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from vllm import envs
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -42,7 +43,19 @@ HEADER_BYTES_MAX = 100_000_000
 """What the format allows."""
 
 ADAPTER_CONFIG = "adapter_config.json"
-_OF_ADAPTERS = ("r", "lora_alpha", "use_rslora", "use_dora", "bias", "target_modules", "modules_to_save")
+_ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
+"""vLLM loads the first of them that is there, and looks at nothing else beside the configuration."""
+_OF_ADAPTERS = (
+    "r",
+    "lora_alpha",
+    "rank_pattern",
+    "alpha_pattern",
+    "use_rslora",
+    "use_dora",
+    "bias",
+    "target_modules",
+    "modules_to_save",
+)
 """Entries of an adapter's configuration that vLLM computes by; the others name its base, or are of its training."""
 
 DUMMY = "dummy"
@@ -106,20 +119,26 @@ def fingerprint_of(location: Path) -> str:
     return _of_files(sorted(files))
 
 
-def adapter_directory(path: str) -> Path:
-    """Where an adapter lies that vLLM has loaded from `path`. Raises OSError and WeightsUnknown."""
-    location = Path(path).expanduser()
-    return location if location.is_absolute() or location.exists() else _snapshot(path)
+def adapter_files(path: str) -> tuple[Path, Path]:
+    """Configuration and weights of an adapter that vLLM has loaded from `path`. Raises OSError and WeightsUnknown."""
+    location = Path(os.path.expanduser(path))
+    if not (location.is_absolute() or location.exists()):
+        location = _snapshot(path)
+    weights = next((file for name in _ADAPTER_WEIGHTS if (file := location / name).is_file()), None)
+    if weights is None:
+        raise WeightsUnknown(f"{location} has no file that vLLM would load")
+    return location / ADAPTER_CONFIG, weights
 
 
-def adapter_fingerprint(directory: Path) -> str:
+def adapter_fingerprint(config_file: Path, weights: Path) -> str:
     """Equal for two adapters of the same weights. Reads files. Raises WeightsUnknown."""
     try:
-        config = json.loads((directory / ADAPTER_CONFIG).read_bytes())
-        said = {key: config.get(key) for key in _OF_ADAPTERS}
+        config = json.loads(config_file.read_bytes())
+        # Versions of PEFT differ in which entries they write that say nothing.
+        said = {key: config.get(key) or None for key in _OF_ADAPTERS}
         if isinstance(modules := said["target_modules"], list):
             said["target_modules"] = sorted(modules)  # a set, where it was written
-        whole = f"{json.dumps(said, sort_keys=True)} {fingerprint_of(directory)}"
+        whole = f"{json.dumps(said, sort_keys=True)} {fingerprint_of(weights)}"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightsUnknown(f"{type(error).__name__}: {error}") from error
     return hashlib.sha256(whole.encode()).hexdigest()[:32]
@@ -136,6 +155,8 @@ def _location(model: ModelConfig, load: LoadConfig) -> Path:
 
 def _snapshot(name: str, **where: Any) -> Path:
     """Where the cache of the hub has it; nothing is asked of the hub. Raises WeightsUnknown."""
+    if envs.VLLM_USE_MODELSCOPE:
+        raise WeightsUnknown(f"{name} is of ModelScope")
     try:
         return Path(str(huggingface_hub.snapshot_download(name, local_files_only=True, **where)))
     except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError) as error:

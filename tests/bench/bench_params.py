@@ -28,7 +28,7 @@ from vllm.v1.request import Request
 
 from connector.key_files import ParamsKeyFile
 from connector.scheduler.prefix_digest import prompt_digests
-from connector.weights import ADAPTER_CONFIG, adapter_fingerprint
+from connector.weights import ADAPTER_CONFIG, adapter_files, adapter_fingerprint
 from connector.wire.params import RemotePrefill, build_remote_prefill, parse_remote_prefill, require_genuine
 from connector.wire.signatures import ParamsKey, ParamsKeys, format_keys
 
@@ -89,7 +89,7 @@ def main() -> None:
         (adapter / ADAPTER_CONFIG).write_text('{"r": 16, "lora_alpha": 32}')
         tensor = torch.ones(16, 4096, dtype=torch.bfloat16)
         save_file({f"layer.{each}": tensor.clone() for each in range(1120)}, adapter / "adapter_model.safetensors")
-        print(f"adapter {fastest_us(partial(adapter_fingerprint, adapter), rounds=5):.0f}")
+        print(f"adapter {fastest_us(partial(adapter_fingerprint, *adapter_files(str(adapter))), rounds=5):.0f}")
 
 
 if __name__ == "__main__":

@@ -15,5 +15,6 @@ def save_adapter(directory: Path, weights: float, **config: Any) -> Path:
     directory.mkdir(exist_ok=True)
     settings = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"], "base_model_name_or_path": "a"}
     (directory / "adapter_config.json").write_text(json.dumps(settings | config))
-    save_file({"q.lora_A": torch.full((2, 8), weights), "q.lora_B": torch.ones(8, 2)}, directory / "model.safetensors")
+    tensors = {"q.lora_A": torch.full((2, 8), weights), "q.lora_B": torch.ones(8, 2)}
+    save_file(tensors, directory / "adapter_model.safetensors")
     return directory

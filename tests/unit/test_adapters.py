@@ -6,19 +6,24 @@ Requests of it: `tests/unit/test_other_prompts.py`, `tests/unit/test_read_back.p
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request
 
 from connector.scheduler import adapters
-from connector.scheduler.adapters import LOOK_NS, AdapterWeights
+from connector.scheduler.adapters import LATE_MAX, LOOK_NS, AdapterWeights
+from connector.weights import adapter_files
 from tests.unit.adapter_files import save_adapter
 from tests.unit.hand_clock import HandClock
 
@@ -40,7 +45,18 @@ def test_equal_weights_are_equal_wherever_they_lie(tmp_path: Path) -> None:
     assert len(found) == 32
 
 
-@pytest.mark.parametrize("config", [{}, {"lora_alpha": 8}, {"r": 4}, {"use_rslora": True}, {"target_modules": "all"}])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"lora_alpha": 8},
+        {"r": 4},
+        {"use_rslora": True},
+        {"target_modules": "all"},
+        {"rank_pattern": {"q_proj": 1}},
+        {"alpha_pattern": {"q_proj": 32}},
+    ],
+)
 def test_other_weights_are_others(config: dict[str, Any], tmp_path: Path) -> None:
     known = AdapterWeights(HandClock())
     first = known.of(request(save_adapter(tmp_path / "first", 1.0)))
@@ -55,7 +71,7 @@ def test_files_that_were_written_over_are_read_again(tmp_path: Path) -> None:
     path = save_adapter(tmp_path / "adapter", 1.0)
     first = known.of(request(path))
     save_adapter(path, 2.0)
-    os.utime(path / "model.safetensors", ns=(1, 1))  # whatever the resolution of its times
+    os.utime(path / "adapter_model.safetensors", ns=(1, 1))  # whatever the resolution of its times
     assert known.of(request(path)) == first, "looked at a moment ago"
     clock.ns += LOOK_NS
     second = known.of(request(path))
@@ -63,6 +79,104 @@ def test_files_that_were_written_over_are_read_again(tmp_path: Path) -> None:
     shutil.rmtree(path)
     clock.ns += LOOK_NS
     assert known.of(request(path)) is None
+
+
+def test_nothing_is_not_another_thing(tmp_path: Path) -> None:
+    """PEFT writes more entries with each version."""
+    known = AdapterWeights(HandClock())
+    first = known.of(request(save_adapter(tmp_path / "first", 1.0)))
+    written = {"alpha_pattern": {}, "modules_to_save": None, "use_dora": False}
+    assert first == known.of(request(save_adapter(tmp_path / "other", 1.0, **written))) is not None
+
+
+def test_only_the_files_that_vllm_loads_are_looked_at(tmp_path: Path) -> None:
+    """Beside an adapter there may be a model into which it was merged, what training has left, and anything else."""
+    known = AdapterWeights(HandClock())
+    first, same, other = (
+        save_adapter(tmp_path / name, 2.0 if name == "other" else 1.0) for name in ["first", "same", "other"]
+    )
+    for crowded in (same, other):
+        save_file({"model": torch.ones(8)}, crowded / "model-00001-of-00001.safetensors")
+        index = {"weight_map": {"model": "model-00001-of-00001.safetensors"}}
+        (crowded / "model.safetensors.index.json").write_text(json.dumps(index))
+        (crowded / "dangling").symlink_to("nowhere")
+        os.mkfifo(crowded / "pipe.safetensors")
+    found = [known.of(request(path)) for path in (first, same, other)]
+    assert None not in found
+    assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.parametrize("stays", ["adapter_model.bin", "adapter_model.pt"])
+def test_adapters_of_other_formats(stays: str, tmp_path: Path) -> None:
+    """vLLM takes the first that is there of three."""
+    known = AdapterWeights(HandClock())
+    paths = [save_adapter(tmp_path / str(weights), weights) for weights in (1.0, 2.0)]
+    for path in paths:
+        (path / "adapter_model.safetensors").rename(path / stays)
+        if stays == "adapter_model.bin":
+            (path / "adapter_model.pt").write_bytes(b"2")
+    found = [known.of(request(path)) for path in paths]
+    assert None not in found
+    assert found[0] != found[1]
+
+
+def test_a_directory_that_is_exchanged_is_read_again(tmp_path: Path) -> None:
+    """Adapters of one kind are equally long, and what unpacks or copies them may give them the times they had."""
+    clock = HandClock()
+    known = AdapterWeights(clock)
+    current = tmp_path / "current"
+    versions = [save_adapter(tmp_path / str(weights), weights) for weights in (1.0, 2.0)]
+    for file in (file for version in versions for file in version.iterdir()):
+        os.utime(file, ns=(1, 1))
+    current.symlink_to(versions[0])
+    first = known.of(request(current))
+    current.unlink()
+    current.symlink_to(versions[1])
+    clock.ns += LOOK_NS
+    assert known.of(request(current)) not in (first, None)
+
+
+def test_a_thread_that_does_not_start_is_no_end_of_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = HandClock()
+    known = AdapterWeights(clock)
+    path = save_adapter(tmp_path / "adapter", 1.0)
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        assert known.of(request(path)) is None
+    assert "can't start new thread" in caplog.text
+    clock.ns += LOOK_NS
+    assert known.of(request(path)) is not None
+
+
+def test_many_adapters_that_hang_are_not_waited_for_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, answers = HandClock(), threading.Event()
+    looks = []
+
+    def hang(path: str) -> tuple[Path, Path]:
+        looks.append(path)
+        answers.wait(60)
+        return adapter_files(path)
+
+    monkeypatch.setattr(adapters, "adapter_files", hang)
+    monkeypatch.setattr(adapters, "ADAPTERS_MAX", 8)
+    monkeypatch.setattr(adapters, "WAIT_SECONDS", 0.5)
+    known = AdapterWeights(clock)
+    paths = [save_adapter(tmp_path / str(number), 1.0) for number in range(40)]
+    began = time.monotonic()
+    for _ in range(2):
+        assert {known.of(request(path)) for path in paths} == {None}
+        clock.ns += LOOK_NS
+    assert time.monotonic() - began < 10, "two adapters' time, and not that of 80"
+    assert len(looks) == LATE_MAX
+    answers.set()
+    while known.of(request(paths[0])) is None:
+        clock.ns += LOOK_NS
 
 
 def test_what_is_not_known_is_none(tmp_path: Path) -> None:
@@ -84,19 +198,19 @@ def test_a_file_system_that_hangs_is_waited_for_once(
     looks = []
     path = save_adapter(tmp_path / "adapter", 1.0)
 
-    def hang(path: str) -> Path:
+    def hang(path: str) -> tuple[Path, Path]:
         looks.append(path)
         answers.wait(60)
-        return Path(path)
+        return adapter_files(path)
 
-    monkeypatch.setattr(adapters, "adapter_directory", hang)
+    monkeypatch.setattr(adapters, "adapter_files", hang)
     monkeypatch.setattr(adapters, "WAIT_SECONDS", 0.01)
     known = AdapterWeights(clock)
     for _ in range(3):
         assert known.of(request(path)) is None
         clock.ns += LOOK_NS
     assert looks == [str(path)]
-    assert caplog.text.count("file system hangs") == 1
+    assert caplog.text.count("does their file system hang") == 1
     answers.set()
     monkeypatch.setattr(adapters, "WAIT_SECONDS", 60.0)
     while known.of(request(path)) is None:
