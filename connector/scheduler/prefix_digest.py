@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 DIGEST_LENGTH = 32
 """Hexadecimal digits: 128 bits."""
 
+_EMBEDDED = -1
+"""Stands for an embedding among tokens."""
+
 Digests = list[tuple[int, str]]
 """Numbers of tokens, in ascending order, each with the digest of so many."""
 
@@ -57,23 +60,40 @@ def _adapter(request: Request) -> str | None:
 
 def _digests(request: Request, lengths: Collection[int], scope: str, features: Sequence[tuple[int, str]]) -> Digests:
     begun = hashlib.sha256(scope.encode())
+    # By itself, so that a digest does not depend on which shorter ones are asked for.
+    beside = hashlib.sha256()
     digests, start = [], 0
     for length in sorted(lengths):
         tokens = request.all_token_ids[start:length]
+        if request.prompt_embeds is not None:
+            is_token = _are_tokens(request, start, length)
+            # vLLM has 0 there, which may be a token.
+            tokens = [token if is_one else _EMBEDDED for token, is_one in zip(tokens, is_token, strict=True)]
+            beside.update(_embeddings(request, start, is_token))
         # Faster than an array that is made from a list.
         begun.update(struct.pack(f"<{len(tokens)}q", *tokens))
-        if request.prompt_embeds is not None:
-            begun.update(_embeddings(request, start, length))
         start = length
         whole = begun.copy()
+        if request.prompt_embeds is not None:
+            whole.update(beside.digest())
         whole.update(repr([each for each in features if each[0] < length]).encode())
         digests.append((length, whole.hexdigest()[:DIGEST_LENGTH]))
     return digests
 
 
-def _embeddings(request: Request, start: int, stop: int) -> memoryview:
-    """The bytes of those of a prompt's places that are given as embeddings; in its others there may be anything."""
-    rows = request.prompt_embeds[start:stop]
-    if request.prompt_is_token_ids is not None:
-        rows = rows[~torch.tensor(request.prompt_is_token_ids[start:stop], dtype=torch.bool)]
-    return memoryview(rows.contiguous().view(torch.uint8).reshape(-1).numpy())
+def _are_tokens(request: Request, start: int, stop: int) -> list[bool]:
+    """Which of these places of a prompt with embeddings, and of what was sampled behind it, are tokens."""
+    mask, stop = request.prompt_is_token_ids, min(stop, request.num_tokens)
+    found = mask[start:stop] if mask is not None else [False] * (min(stop, request.num_prompt_tokens) - start)
+    return [*found, *[True] * (stop - start - len(found))]
+
+
+def _embeddings(request: Request, start: int, is_token: Sequence[bool]) -> memoryview:
+    """The bytes of those places from `start` on that are given as embeddings; in the others there may be anything."""
+    rows = request.prompt_embeds[start : start + len(is_token)]
+    if any(is_token):
+        rows = rows[~torch.tensor(is_token[: len(rows)], dtype=torch.bool)]
+    flat = rows.detach().reshape(-1)
+    if flat.stride(0) != 1:  # also of nothing, or of a single number, which count as contiguous then
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return memoryview(flat.view(torch.uint8).numpy())

@@ -337,3 +337,31 @@ def test_the_digest_is_of_tokens_and_the_name_of_the_adapter_only() -> None:
     adapter = LoRARequest("adapter", 1, "/nowhere")
     for other in (request(PROMPT, lora_request=adapter), request([*PROMPT[:10], 999, *PROMPT[11:]])):
         assert not set(prompt_digests(other, {40, 20})) & set(plain)
+
+
+def test_where_an_embedding_stands_matters() -> None:
+    """Token 0 stands for it among the tokens, and may be one itself."""
+    found = [
+        prompt_digests(request([0, 0], prompt_embeds=torch.ones(2, 4), prompt_is_token_ids=mask), {2})
+        for mask in ([True, False], [False, True])
+    ]
+    assert found[0] != found[1]
+
+
+def test_a_digest_of_embeddings_does_not_depend_on_what_others_there_are() -> None:
+    """An engine that loads all of a prompt asks for no shorter ones. The token behind them may have been sampled, or
+    be one of the prompt's."""
+    given = {"prompt_embeds": torch.arange(16.0).reshape(4, 4)}
+    first = request(None, **given)
+    first.append_output_token_ids([7])
+    mixed = {"prompt_embeds": torch.cat([given["prompt_embeds"], torch.zeros(1, 4)])}
+    second = request([0, 0, 0, 0, 7], **mixed, prompt_is_token_ids=[False] * 4 + [True])
+    assert prompt_digests(first, {2, 4, 5})[-1:] == prompt_digests(second, {5})
+
+
+@pytest.mark.parametrize("places", [1, 4])
+def test_embeddings_may_lie_in_memory_as_they_like(places: int) -> None:
+    rows = torch.arange(4.0 * places).reshape(places, 4)
+    plain, odd = (request(None, prompt_embeds=each) for each in (rows, rows.T.contiguous().T.requires_grad_()))
+    lengths = {places, places + 1}  # there is nothing behind the last
+    assert prompt_digests(odd, lengths) == prompt_digests(plain, lengths)
