@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -118,6 +119,15 @@ def test_adapters_of_other_formats(stays: str, tmp_path: Path) -> None:
     found = [known.of(request(path)) for path in paths]
     assert None not in found
     assert found[0] != found[1]
+
+
+def test_a_name_of_modelscope_is_not_one_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache of the hub may have something else under it."""
+    path = save_adapter(tmp_path / "adapter", 1.0)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: str(path))
+    assert AdapterWeights(HandClock()).of(request("some/name")) is not None
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "1")
+    assert AdapterWeights(HandClock()).of(request("some/name")) is None
 
 
 def test_a_directory_that_is_exchanged_is_read_again(tmp_path: Path) -> None:
