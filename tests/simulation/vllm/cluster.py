@@ -221,7 +221,8 @@ class VllmCluster(Cluster[VllmEngine, VllmEngine]):
         asked = [decode] * (2 if chance.random() < 0.1 else 1)
         self._requests.cover("two samples", len(asked) == 2)
         if chance.random() < SPREAD_SHARE and len(self._decodes) > 1:
-            asked += [each for each in self._decodes if each not in (decode, link)]  # which does not read from itself
+            behind = self._engines.index(link or prefill) + 1
+            asked += [each for each in self._decodes if each is not decode and each in self._engines[behind:]]
             self._requests.cover("samples on several engines")
         samples = [
             (
@@ -245,9 +246,11 @@ class VllmCluster(Cluster[VllmEngine, VllmEngine]):
         return next((ask for _, ask in samples if ask.answer_params is not None), None)
 
     def _draw_link(self, prefill: VllmEngine, decode: VllmEngine) -> VllmEngine | None:
-        """An engine that loads a prompt before D does, and lends it on; None: D loads from P."""
+        """An engine that loads a prompt before D does, and lends it on; None: D loads from P. Chains go one way, since
+        engines that lend each other may wait for each other (docs/limits.md)."""
         chains = self._chains
-        links = [each for each in self._engines if each not in (prefill, decode) and each.may_read]
+        between = self._engines[self._engines.index(prefill) + 1 : self._engines.index(decode)]
+        links = [each for each in between if each.may_read]
         # What a link would load of a state is what D needs (docs/limits.md).
         if not self._has_chains or not links or self._has_states or chains.random() >= CHAIN_SHARE:
             return None
