@@ -7,6 +7,9 @@ vLLM. What is sent therefore says how its names were made, and where they were m
 client may give a name itself (`uuid`), which counts as any other: one that calls an image otherwise on D than on P has
 the prompt computed there.
 
+An engine that loads KV may be sent an image whose embeddings are left out, with a name that is then of what is left. So
+where not all is there nothing is compared either: to compute such a prompt would end D (docs/limits.md).
+
 Where vLLM caches neither prefixes nor media it hashes nothing and numbers them: the first one of each engine has the
 same name, so that those are no names at all.
 """
@@ -16,12 +19,15 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING
 
+import torch
 import vllm
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
+_BYTES_OF_A_TOKEN_MIN = 16
+"""What is left without pixels and embeddings are a few numbers for a whole image."""
 _DIGITS = 24
 """Hexadecimal: 96 bits of how names are made, and as many of the names."""
 
@@ -57,6 +63,23 @@ class MediaNames:
 def differ(one: str, other: str) -> bool:
     """Whether these are known to be of other media: made in the same way, and not equal."""
     return one != other and one.partition(":")[0] == other.partition(":")[0]
+
+
+def are_all_there(request: Request, tokens: int) -> bool:
+    """Whether the media that begin among so many tokens can be computed here. What vLLM keeps in memory that its
+    processes share (`mm_processor_cache_type` shm) is not seen, and counts as missing."""
+    named = [each for each in request.mm_features or () if each.mm_position.offset < tokens]
+    return all(
+        each.data is not None
+        and sum(_bytes(field.data) for field in each.data.values()) >= _BYTES_OF_A_TOKEN_MIN * each.mm_position.length
+        for each in named
+    )
+
+
+def _bytes(data: object) -> int:
+    if isinstance(data, torch.Tensor):
+        return int(data.nbytes)
+    return sum(map(_bytes, data)) if isinstance(data, list | tuple) else 0
 
 
 def _digest(value: object) -> str:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
+from collections.abc import Mapping
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm import SamplingParams
 from vllm.config.multimodal import MultiModalConfig
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.multimodal.inputs import (
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    MultiModalSharedField,
+    NestedTensors,
+    PlaceholderRange,
+)
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.request import Request
 
@@ -32,10 +41,25 @@ def config(
     )
 
 
-def image(name: str, offset: int = BLOCK_TOKENS, adapter: str = "") -> MultiModalFeatureSpec:
+PIXELS = torch.zeros(3, 8, 8)
+GRID = torch.tensor([[1, 4, 4]])
+
+
+def image(
+    name: str,
+    offset: int = BLOCK_TOKENS,
+    *,
+    adapter: str = "",
+    fields: Mapping[str, NestedTensors] | None = MappingProxyType({"pixel_values": PIXELS, "image_grid_thw": GRID}),
+) -> MultiModalFeatureSpec:
+    """`fields`: what the model computes it from; None: this process has it not."""
     place = PlaceholderRange(offset=offset, length=IMAGE_TOKENS)
+    data = None
+    if fields is not None:
+        shared = MultiModalSharedField(batch_size=1)
+        data = MultiModalKwargsItem({key: MultiModalFieldElem(data=each, field=shared) for key, each in fields.items()})
     return MultiModalFeatureSpec(
-        data=None, modality="image", identifier=adapter + name, mm_position=place, mm_hash=name
+        data=data, modality="image", identifier=adapter + name, mm_position=place, mm_hash=name
     )
 
 
@@ -133,8 +157,16 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> dict[str, HybridEngine]:
         ("d", [], False),
         ("d", [image("a"), image("b", 40)], False),
         ("elsewhere", [image("b")], True),
+        # Computing these would end D.
+        ("d", [image("b", fields={"image_grid_thw": GRID})], True),
+        ("d", [image("b", fields={"image_grid_thw": [GRID[0]]})], True),
+        ("d", [image("b", fields=None)], True),
+        ("d", [image("b", fields={"image_embeds": [PIXELS[0], PIXELS[1]]})], False),
     ],
-    ids=["equal", "other", "none", "one more", "named in another way"],
+    ids=[
+        *("equal", "other", "none", "one more", "named in another way"),
+        *("left out", "left out of a list", "not in this process", "embeddings"),
+    ],
 )
 def test_a_prompt_with_other_images_is_computed(
     engines: dict[str, HybridEngine],

@@ -176,6 +176,12 @@ IDENTITY = (
         place=ByTest("tests/unit/test_media_names.py::test_names_that_are_made_in_two_ways_are_not_compared"),
     ),
     Mutant(
+        name="a prompt is computed without its images",
+        broken="D computes a prompt with other images although it was sent their sizes alone, which ends it",
+        changes=(_edit_late("scheduler.pulls:Pulls._has_other_media", " or not are_all_there(request, tokens)", ""),),
+        place=ByTest("tests/unit/test_media_names.py::test_a_prompt_with_other_images_is_computed"),
+    ),
+    Mutant(
         name="embeddings are all alike",
         row=32,
         broken="a prompt that is given as embeddings is known by their number",
