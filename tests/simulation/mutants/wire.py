@@ -185,7 +185,11 @@ IDENTITY = (
         name="embeddings are all alike",
         row=32,
         broken="a prompt that is given as embeddings is known by their number",
-        changes=(_edit_late("scheduler.prefix_digest:_digests", "if request.prompt_embeds is not None:", "if False:"),),
+        changes=(
+            _edit_late(
+                "scheduler.prefix_digest:_digests", "beside.update(_embeddings(request, start, is_token))", "pass"
+            ),
+        ),
         place=ByTest("tests/unit/test_other_prompts.py::test_embeddings_of_another_prompt_are_not_taken_for_this_ones"),
     ),
     Mutant(
