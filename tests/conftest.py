@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 TESTS = Path(__file__).parent
 
-SUITES_CHEAP_FIRST = ("unit", "explore", "simulation", "actors", "conformance", "bench", "integration", "gpu", "e2e")
+SUITES_IN_ORDER = ("unit", "explore", "conformance", "simulation", "actors", "bench", "integration", "gpu", "e2e")
+"""Cheap ones first, but `conformance`, whose one long file would keep one of two processes busy alone at the end."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -39,7 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     def cost(item: pytest.Item) -> tuple[int, bool, bool]:
         suite = item.path.relative_to(TESTS).parts[0]
-        rank = SUITES_CHEAP_FIRST.index(suite) if suite in SUITES_CHEAP_FIRST else -1
+        rank = SUITES_IN_ORDER.index(suite) if suite in SUITES_IN_ORDER else -1
         return rank, item.get_closest_marker("e2e") is not None, item.get_closest_marker("slow") is not None
 
     items.sort(key=cost)
