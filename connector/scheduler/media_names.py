@@ -8,7 +8,7 @@ client may give a name itself (`uuid`), which counts as any other: one that call
 the prompt computed there.
 
 An engine that loads KV may be sent an image whose embeddings are left out, with a name that is then of what is left. So
-where not all is there nothing is compared either: to compute such a prompt would end D (docs/limits.md).
+where not all is there nothing is compared either. To compute such a prompt would end D (docs/limits.md).
 
 Where vLLM caches neither prefixes nor media it hashes nothing and numbers them: the first one of each engine has the
 same name, so that those are no names at all.
@@ -24,6 +24,7 @@ import vllm
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.request import Request
 
 _BYTES_OF_A_TOKEN_MIN = 16
@@ -50,11 +51,11 @@ class MediaNames:
             self._made_by = _digest((version, model.model, multimodal.mm_hasher_algorithm))
 
     def of(self, request: Request, tokens: int) -> str | None:
-        """Of what begins among so many tokens, which may be nothing; None: the model takes text only, or the names are
-        numbers."""
-        if self._made_by is None:
-            return None
+        """Of what begins among so many tokens, which may be nothing; None: the model takes text only, the names are
+        numbers, or not all is there."""
         named = [each for each in request.mm_features or () if each.mm_position.offset < tokens]
+        if self._made_by is None or not all(map(_is_there, named)):
+            return None
         # An identifier has the adapter's name in front, where media go through the adapter too.
         names = sorted((each.mm_position.offset, each.mm_hash or each.identifier) for each in named)
         return f"{self._made_by}:{_digest(names)}"
@@ -65,15 +66,13 @@ def differ(one: str, other: str) -> bool:
     return one != other and one.partition(":")[0] == other.partition(":")[0]
 
 
-def are_all_there(request: Request, tokens: int) -> bool:
-    """Whether the media that begin among so many tokens can be computed here. What vLLM keeps in memory that its
-    processes share (`mm_processor_cache_type` shm) is not seen, and counts as missing."""
-    named = [each for each in request.mm_features or () if each.mm_position.offset < tokens]
-    return all(
-        each.data is not None
-        and sum(_bytes(field.data) for field in each.data.values()) >= _BYTES_OF_A_TOKEN_MIN * each.mm_position.length
-        for each in named
-    )
+def _is_there(media: MultiModalFeatureSpec) -> bool:
+    """Whether it could be computed. What vLLM keeps in memory that its processes share (`mm_processor_cache_type` shm)
+    is not seen, and counts as missing."""
+    if media.data is None:
+        return False
+    tokens: int = media.mm_position.length
+    return sum(_bytes(field.data) for field in media.data.values()) >= _BYTES_OF_A_TOKEN_MIN * tokens
 
 
 def _bytes(data: object) -> int:

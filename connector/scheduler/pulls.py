@@ -43,7 +43,7 @@ from connector.observe.log import get_logger, is_said
 from connector.protocol import LetGo, PeerAddress, RejectPull, ReleaseUnread, StartPull, TrackLease
 from connector.scheduler.adapters import AdapterWeights
 from connector.scheduler.cache_groups import CacheGroups
-from connector.scheduler.media_names import MediaNames, are_all_there, differ
+from connector.scheduler.media_names import MediaNames, differ
 from connector.scheduler.prefix_digest import prefix_digests, prompt_digests
 from connector.step_overlap import may_read
 from connector.wire.params import (
@@ -328,9 +328,8 @@ class Pulls:
         """Whether the lender is known to have had other images, or sound, in the places of the same tokens."""
         if remote.media_names is None:
             return False
-        tokens = remote.num_tokens or 0
-        ours = self._media.of(request, tokens)
-        if ours is None or not differ(ours, remote.media_names) or not are_all_there(request, tokens):
+        ours = self._media.of(request, remote.num_tokens or 0)
+        if ours is None or not differ(ours, remote.media_names):
             return False
         self._of_other_media += 1
         if is_said(self._of_other_media):

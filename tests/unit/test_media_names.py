@@ -190,6 +190,12 @@ def test_a_prompt_with_other_images_is_computed(
         assert [(each.request_id, each.reason) for each in seen.named] == [("r", "media")]
 
 
+def test_names_of_what_p_was_sent_without_its_embeddings_are_not_said(engines: dict[str, HybridEngine]) -> None:
+    engines["p"].run("a", PROMPT, REMOTE_DECODE, mm_features=[image("a", fields={"image_grid_thw": GRID})])
+    assert "media_names" not in engines["p"].params["a"]
+    assert engines["d"].load("r", PROMPT, engines["p"].params["a"], mm_features=[image("b")]).num_tokens
+
+
 def test_a_prompt_that_goes_on_with_another_image_is_loaded_as_far(engines: dict[str, HybridEngine]) -> None:
     engines["p"].run("a", PROMPT, REMOTE_DECODE, mm_features=[image("a")])
     more = [image("a"), image("b", len(PROMPT))]

@@ -178,7 +178,7 @@ IDENTITY = (
     Mutant(
         name="a prompt is computed without its images",
         broken="D computes a prompt with other images although it was sent their sizes alone, which ends it",
-        changes=(_edit_late("scheduler.pulls:Pulls._has_other_media", " or not are_all_there(request, tokens)", ""),),
+        changes=(_edit_late("scheduler.media_names:MediaNames.of", " or not all(map(_is_there, named))", ""),),
         place=ByTest("tests/unit/test_media_names.py::test_a_prompt_with_other_images_is_computed"),
     ),
     Mutant(
