@@ -10,6 +10,7 @@ from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
 from connector.config import ConnectorOptions
 from connector.worker.connector_worker import ConnectorWorker
 from connector.worker.memory_stays import NAME, MemoryIsRegistered, keep_memory
+from tests.unit.log_lines import listening
 from tests.unit.vllm_setup import allocate, attention_spec, cache_config, engine_config, single_rank, write_model
 
 
@@ -29,18 +30,17 @@ def test_what_frees_the_cache_is_refused(tmp_path: Path, times: int) -> None:
     backend.resume()
 
 
-def test_of_several_workers_none_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_of_several_workers_none_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM would take the other ranks' answers for those to its next step, and end."""
     config = engine_config(write_model(tmp_path))
     monkeypatch.setattr(config.parallel_config, "world_size", 2)
     keep_memory(config)
     backend = SleepModeBackendFactory.create_backend(config.model_config)
-    backend.suspend(1)
-    backend.discard(("kv_cache",))
-    backend.resume()
-    said = [each for each in caplog.messages if each.startswith("MemoryIsRegistered: ")]
+    with listening() as lines:
+        backend.suspend(1)
+        backend.discard(("kv_cache",))
+        backend.resume()
+    said = [each for each in lines.texts if each.startswith("MemoryIsRegistered: ")]
     assert len(said) == 2
     assert "sleep level 1 is refused" in said[0]
     assert all(each.endswith("No memory was given up") for each in said)
