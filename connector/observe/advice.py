@@ -113,7 +113,10 @@ WHAT_TO_DO: dict[str, str] = {
     "ChecksumsMissing": "P's log says why (checksums); if its device lacks memory, lower gpu_memory_utilization there",
     "Corrupt": "take P's and D's machines out of service one by one: a network card, driver or memory corrupts data",
     "PackingFailed": "report it with the log of D; with enforce_handshake_compat true on D no P on GPUs is read from",
-    "DeviceMemoryExhausted": "lower gpu_memory_utilization on D; see what else takes memory of the device",
+    "DeviceMemoryExhausted": (
+        "lower gpu_memory_utilization on D; see what else takes memory of the device, or of the host where the error "
+        "names an allocator of the CPU (ulimit -v, vm.overcommit_memory)"
+    ),
     "TransferError": "look at the NIXL error in the log; a connection that is lost is rebuilt on the next request",
     "DeadlineExceeded": "see whether P hangs; raise request_timeout_seconds if transfers are only slow",
     "Quarantined": (

@@ -9,6 +9,7 @@ cache_memory        the KV cache as plain memory
 device_allocations  how CUDA numbers that memory, and how UCX tells it from that of another process
 cuda_driver         what of CUDA's driver is called for it
 memory_stays        keeps that memory where it is
+memory_shortage     whether something was raised for want of memory
 token_scales        has scales that lie in it laid out before anything is read
 parallelism         which part of the KV cache this worker holds
 kv_identity         what its bytes mean

@@ -6,7 +6,8 @@ copied to the device (`host_staging`).
 
 Two things can fail. Then the requests are told why (`Finished.failed`), and the engine goes on. They are packing, for
 which a kernel of vLLM is called, for one request alone; and where a device has no memory left, the copy of one request
-from the host, or else all that is left to do in that step.
+from the host, or else all that is left to do in that step. The same goes for memory of the host
+(`memory_shortage`).
 
 When. On a processor all this has been done when the call returns. A device does it later, and what a READ writes goes
 past its streams: if vLLM were told at once, it could free the blocks (the client leaves) and give them to another
@@ -32,6 +33,7 @@ from connector.protocol import Memory, Permutation
 from connector.worker.cache_memory import CacheMemory
 from connector.worker.device_stream import stream_beside_steps
 from connector.worker.landing import BlockPermuter
+from connector.worker.memory_shortage import lacks_memory
 from connector.worker.packing import PackedBlocks
 from statemachine.failures import DeviceMemoryExhausted, Failure, PackingFailed
 
@@ -115,7 +117,9 @@ class Finishing:
     def _load_from_host(self, staging: HostStaging, loaded: Loaded) -> None:
         try:
             staging.load(loaded.block_ids)
-        except torch.OutOfMemoryError as error:
+        except (RuntimeError, MemoryError) as error:
+            if not lacks_memory(error):
+                raise
             self._spoilt[loaded.request_id] = DeviceMemoryExhausted(error=str(error))
 
     def _change(self, loaded: Sequence[Loaded]) -> None:
@@ -127,7 +131,9 @@ class Finishing:
             self._permuter.permute(permutations)
             # What is to be packed is zeroed where it lies now.
             self._cache_memory.zero([each.unfilled for each in loaded if each.unfilled is not None])
-        except torch.OutOfMemoryError as error:
+        except (RuntimeError, MemoryError) as error:
+            if not lacks_memory(error):
+                raise
             # Which of these are as they should be is not known. What was begun is in the stream, and they are told
             # after it.
             failure = DeviceMemoryExhausted(error=str(error))

@@ -114,8 +114,8 @@ class HostStaging:
         return self._copy_operation
 
     def save(self, block_ids: Sequence[Sequence[int]]) -> None:
-        """Device to host: logical blocks of each cache group. Raises torch.OutOfMemoryError where not even one fits
-        beside the cache."""
+        """Device to host: logical blocks of each cache group. Raises what says `lacks_memory` where not even
+        one fits beside the cache."""
         self._copy(block_ids, "d2h")
 
     def load(self, block_ids: Sequence[Sequence[int]]) -> None:

@@ -18,6 +18,7 @@ from connector.layout.geometry import RankLayout
 from connector.layout.landing import landing_layers, landing_steps
 from connector.protocol import Permutation
 from connector.worker.cache_memory import Numbers, to_device, word_of
+from connector.worker.memory_shortage import lacks_memory
 
 MOVED_AT_ONCE_BYTES = 64 << 20
 """How much of one layer is moved at once. So much device memory is taken for a moment; less where vLLM leaves less."""
@@ -61,15 +62,15 @@ def in_landing_layout(cache: torch.Tensor, *, heads_first: bool, chunks: int) ->
 
 def in_parts(count: int, at_once: int, move: Callable[[slice], None]) -> None:
     """Move `count` things, so many at a time (at least one), and fewer where the device has no memory for them. `move`
-    may be called again for some of those for which it has raised. Raises torch.OutOfMemoryError where not even one
+    may be called again for some of those for which it has raised. Raises what says `lacks_memory` where not even one
     fits."""
     first, at_once = 0, max(1, at_once)
     while first < count:
         end = min(first + at_once, count)
         try:
             move(slice(first, end))
-        except torch.OutOfMemoryError:
-            if end - first == 1:
+        except (RuntimeError, MemoryError) as error:
+            if end - first == 1 or not lacks_memory(error):
                 raise
             at_once = (end - first) // 2
         else:
@@ -83,7 +84,7 @@ class _Views(NamedTuple):
     lands: torch.Tensor
 
     def permute(self, blocks: torch.Tensor) -> None:
-        """Raises torch.OutOfMemoryError where not even one block fits beside the cache."""
+        """Raises what says `lacks_memory` where not even one block fits beside the cache."""
 
         def move(part: slice) -> None:
             # Where memory is short nothing has been written yet: it is taken before that.

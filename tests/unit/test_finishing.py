@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import pytest
 import torch
 
 from connector.layout.landing import landing_steps
@@ -135,7 +136,12 @@ def test_a_block_that_cannot_be_packed_fails_its_request_alone() -> None:
     assert ours.finish([plain("b")]) == ({"b"}, {}), "the next request of that name has nothing to do with it"
 
 
-def test_a_device_without_memory_fails_the_requests_of_that_step_and_no_others() -> None:
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory")],
+    ids=["device", "host"],
+)
+def test_a_device_without_memory_fails_the_requests_of_that_step_and_no_others(error: Exception) -> None:
     """And not before it has done what it had begun with."""
     device = LateDevice()
     _, cache = finishing(device)
@@ -143,14 +149,14 @@ def test_a_device_without_memory_fails_the_requests_of_that_step_and_no_others()
     class Full(BlockPermuter):
         def permute(self, permutations: Sequence[Permutation]) -> None:
             if any(4 in each.kernel_blocks[0] for each in permutations):
-                raise torch.OutOfMemoryError("CUDA out of memory")
+                raise error
             super().permute(permutations)
 
     ours = Finishing(device.run, Full({0: [cache]}), CacheMemory([cache]))
     assert ours.finish([other_order("a", 4), partly("b", cache, 3), plain("c")]).usable == {"c"}
     assert ours.finish([other_order("d", 5)]) == (set(), {})
     device.do_next()
-    assert ours.finish([]) == (set(), dict.fromkeys("ab", DeviceMemoryExhausted(error="CUDA out of memory")))
+    assert ours.finish([]) == (set(), dict.fromkeys("ab", DeviceMemoryExhausted(error=str(error))))
     device.do_next()
     assert ours.finish([]) == ({"d"}, {})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from connector.protocol import Memory, Permutation, ReceiveEnded
 from connector.worker import landing
 from connector.worker.connector_worker import ConnectorWorker
 from connector.worker.landing import BlockPermuter
+from connector.worker.memory_shortage import lacks_memory
 from statemachine.failures import AbortedByClient
 from tests.rig.kernels import DEVICE, counted, never_waiting
 from tests.rig.pulls import pull
@@ -126,42 +128,62 @@ def test_more_blocks_than_are_moved_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.equal(cache, other)
 
 
+FULL_HOST = RuntimeError(
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+    "67108864 bytes. Error code 12 (Cannot allocate memory)"
+)
+full = pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), FULL_HOST, MemoryError()], ids=["device", "host", "numpy"]
+)
+
+
 class FullDevice:
     """Has memory for so many blocks at once. Counts the times that it had not."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, blocks_max: int) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, blocks_max: int, error: Exception) -> None:
         self.refused = 0
         select = torch.Tensor.index_select
 
         def limited(tensor: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
             if len(index) > blocks_max:
                 self.refused += 1
-                raise torch.OutOfMemoryError("CUDA out of memory")
+                raise error
             return select(tensor, dim, index)
 
         monkeypatch.setattr(torch.Tensor, "index_select", limited)
 
 
+@full
 @pytest.mark.parametrize("blocks_max", [1, 2, 3])
 def test_a_device_with_little_memory_moves_fewer_blocks_at_once(
-    monkeypatch: pytest.MonkeyPatch, blocks_max: int
+    monkeypatch: pytest.MonkeyPatch, blocks_max: int, error: Exception
 ) -> None:
     """Each block once all the same: a second time would spoil it."""
     cache, other = (make_cache(9, 2, 4, 8, padding=0, dtype=torch.int16) for _ in range(2))
     BlockPermuter({0: [cache]}).permute([permutation([8, 0, 3, 5, 1, 6, 2])])
-    device = FullDevice(monkeypatch, blocks_max)
+    device = FullDevice(monkeypatch, blocks_max, error)
     BlockPermuter({0: [other]}).permute([permutation([8, 0, 3, 5, 1, 6, 2])])
     assert torch.equal(cache, other)
     assert 1 <= device.refused <= 2
 
 
-def test_not_even_one_block_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+@full
+def test_not_even_one_block_has_room(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     cache = make_cache(9, 2, 4, 8, padding=0, dtype=torch.int16)
     before = cache.clone()
-    FullDevice(monkeypatch, 0)
-    with pytest.raises(torch.OutOfMemoryError):
+    FullDevice(monkeypatch, 0, error)
+    with pytest.raises(type(error)) as raised:
         BlockPermuter({0: [cache]}).permute([permutation([8, 0, 3])])
+    assert raised.value is error
     assert torch.equal(cache, before)
+
+
+@pytest.mark.parametrize("take", [torch.empty, np.empty])
+def test_what_is_raised_for_want_of_the_hosts_memory_is_known(take: Callable[[int], object]) -> None:
+    with pytest.raises((RuntimeError, MemoryError)) as raised:
+        take(1 << 58)
+    assert lacks_memory(raised.value)
+    assert not lacks_memory(RuntimeError("index out of range"))
 
 
 def test_the_engine_thread_does_not_wait_for_the_device() -> None:
