@@ -13,6 +13,7 @@ ORDERLY_END_SECONDS later ends without asking anybody.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -46,5 +47,8 @@ def act_on(options: ConnectorOptions, reason: str) -> None:
     )
     hard_end = threading.Timer(ORDERLY_END_SECONDS, os._exit, (EXIT_STATUS,))
     hard_end.daemon = True  # an interpreter that ends in order does not wait for it
-    hard_end.start()
+    try:
+        hard_end.start()
+    except RuntimeError:  # at a limit of threads, of which this may be what comes
+        signal.alarm(math.ceil(ORDERLY_END_SECONDS))  # which ends the process where nobody takes that signal
     os.kill(os.getpid(), signal.SIGTERM)

@@ -20,6 +20,7 @@ import os
 import struct
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -28,6 +29,7 @@ from zmq.auth import certs
 from zmq.utils import z85
 
 from connector.observe.log import ProblemLog, get_logger, log_crash
+from connector.waiting_threads import NoThreadLeft, call_in_thread
 
 OWN_PAIR = "engine.key_secret"
 ACCEPTED_FOLDER = "accepted"
@@ -93,10 +95,7 @@ class CurveKeys:
     async def _look_now(self, ended: trio.Event) -> None:
         folder = self._directory / ACCEPTED_FOLDER
         try:
-            # A limiter of its own, because a folder that hangs keeps its thread.
-            found, problems = await trio.to_thread.run_sync(
-                _read_accepted, folder, abandon_on_cancel=True, limiter=trio.CapacityLimiter(1)
-            )
+            found, problems = await call_in_thread(partial(_read_accepted, folder))
             self._log_problems(problems, "the key that it had before stays accepted until it is deleted")
             found |= {key: name for key, name in self.accepted.items() if name in problems}
             if found != self.accepted:
@@ -104,6 +103,9 @@ class CurveKeys:
                 self.accepted = found
         except KeyDirectoryError as error:
             self._log_problems({ACCEPTED_FOLDER: str(error)}, "the keys of before stay in use")
+        except NoThreadLeft as error:
+            problem = f"{folder} cannot be looked at: {error}"
+            self._log_problems({ACCEPTED_FOLDER: problem}, "the keys of before stay in use")
         except Exception as error:  # a task of the run itself must not raise: everything would end
             log_crash("accepted keys", error)
         finally:

@@ -26,6 +26,7 @@ import trio
 
 from connector.addresses import is_ip_address, unbracketed
 from connector.ports.side_channel import NameNotResolved
+from connector.waiting_threads import NoThreadLeft, call_in_thread
 
 QUESTIONS_MAX = 256
 AGAIN_SECONDS = 5.0
@@ -122,14 +123,13 @@ class HostNames:
         look_up = partial(socket.getaddrinfo, host, None, type=socket.SOCK_STREAM)
         problem = "the question was given up"
         try:
-            # A limiter of its own: `_inquiry` is what limits, and nothing else in this process may wait for these.
-            found = await trio.to_thread.run_sync(look_up, abandon_on_cancel=True, limiter=trio.CapacityLimiter(1))
+            found = await call_in_thread(look_up)
             found.sort(key=lambda entry: entry[0] != socket.AF_INET)
             family = found[0][0]
             inquiry.addresses = tuple(dict.fromkeys(str(entry[4][0]) for entry in found if entry[0] == family))
             self._remember(host, inquiry.addresses, is_slow=trio.current_time() - began >= SLOW_SECONDS)
         except Exception as error:  # a task of the run itself must not raise: everything would end
-            problem = str(error) if isinstance(error, OSError | UnicodeError) else repr(error)
+            problem = str(error) if isinstance(error, OSError | UnicodeError | NoThreadLeft) else repr(error)
         finally:
             del self._out[was_found][inquiry, number]
             self._one_is_back.set()

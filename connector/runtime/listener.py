@@ -19,9 +19,11 @@ from functools import partial
 
 import trio
 
+from connector.observe.log import ProblemLog
 from connector.ports.side_channel import Listener, SideChannel, units_to_send
 from connector.runtime.draining import EngineDraining
 from connector.runtime.restarts import keep_running
+from connector.waiting_threads import NoThreadLeft, call_in_thread
 from connector.wire.administration import encode_report, is_drain
 from connector.wire.bounded import DecodeFailed
 from connector.wire.handshake import encode_error, encode_refusal, encode_reply, parse_request
@@ -128,9 +130,15 @@ class HandshakeListener:
         self._draining.ask(cause, grace_ns)
 
     async def _look_at_files(self, look_again: Callable[[], None]) -> None:
+        log_problems = ProblemLog()
         while True:
             await trio.sleep(LOOK_AGAIN_SECONDS)
-            await trio.to_thread.run_sync(look_again, abandon_on_cancel=True)
+            try:
+                await call_in_thread(look_again)
+                log_problems({})
+            except NoThreadLeft as error:
+                problem = f"the files of keys of the scheduler process cannot be looked at: {error}"
+                log_problems({"thread": problem}, "the keys of before stay in use")
 
     async def _serve(self) -> None:
         while True:

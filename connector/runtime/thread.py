@@ -19,6 +19,7 @@ import trio
 from connector.cpu_affinity import leave_single_cpu
 from connector.observe.log import log_crash
 from connector.thread_mailbox import ThreadMailbox
+from connector.waiting_threads import NO_THREAD_LEFT
 
 C = TypeVar("C")
 
@@ -86,8 +87,12 @@ class ActorThread(Generic[C]):
 
     def start(self) -> None:
         """Start and wait until the actors run. Raises ThreadStartError."""
-        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise ThreadStartError(f"{self._name} could not start: {NO_THREAD_LEFT}") from error
+        self._thread = thread
         if not self._started.wait(START_TIMEOUT_SECONDS):
             raise ThreadStartError(f"{self._name} did not start within {START_TIMEOUT_SECONDS:g} s")
         if self.death is not None:

@@ -730,6 +730,19 @@ class TestZmqSideChannel(SideChannelSuite):
             nobody = bound_but_not_listening.getsockname()[1]
             trio.run(main)
 
+    def test_the_threads_of_a_channel_are_there_before_its_first_connection(self) -> None:
+        """Where there may be no more of them libzmq ends the process that would start some."""
+
+        async def main() -> None:
+            channel = self.make_channel()
+            before = _threads()
+            link = await channel.open_link(HOST, 1)
+            assert _threads() == before
+            link.close()
+            channel.close()
+
+        trio.run(main)
+
 
 MANY_FRAMES = 200_000
 

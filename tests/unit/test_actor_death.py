@@ -35,6 +35,23 @@ while True:
 """Like vLLM's engine core while it has work, which dies by the hand of another thread than the one with the signals."""
 
 
+WITHOUT_THREADS = """
+import signal, sys, threading, time
+from connector.actor_death import act_on
+from connector.config import parse_options
+signal.signal(signal.SIGTERM, lambda *_: print("asked to end", flush=True))
+def start(thread):
+    raise RuntimeError("can't start new thread")
+dying = threading.Thread(target=act_on, args=(parse_options({"on_actor_death": sys.argv[1]}), "its actors died"))
+dying.start()
+threading.Thread.start = start
+for _ in range(600):
+    time.sleep(0.1)
+print("lives on")
+"""
+"""As `BUSY`, in a process that may have no more threads. It waits for the interpreter before it needs one."""
+
+
 def die(how: str, program: str = DIES) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", program, how]
     return subprocess.run(command, cwd=ROOT, timeout=250, capture_output=True, text=True, check=False)
@@ -61,3 +78,8 @@ def test_it_ends_although_sigterm_does_not_end_it() -> None:
     assert (died.returncode, died.stdout) == (EXIT_STATUS, "asked to end\n")
     assert time.monotonic() - began >= ORDERLY_END_SECONDS
     assert f"in {ORDERLY_END_SECONDS:g} s" in died.stderr
+
+
+def test_it_ends_although_it_may_have_no_more_threads() -> None:
+    died = die("exit", WITHOUT_THREADS)
+    assert (died.returncode, died.stdout) == (-signal.SIGALRM, "asked to end\n")

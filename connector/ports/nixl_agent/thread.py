@@ -22,6 +22,7 @@ from connector.ports.nixl_agent.call_queue import CallQueue
 from connector.ports.nixl_agent.calls import Call, CallRefused, Outgoing, ReadOrdered, ThreadEnded
 from connector.ports.nixl_agent.core import AgentCore
 from connector.ports.nixl_agent.poll_cost import PollCost
+from connector.waiting_threads import NO_THREAD_LEFT
 
 PAUSE_READING_SECONDS_MAX = 0.0005
 """Longest pause while READs are in flight. Each look that does not ask about a READ which has ended lets it go
@@ -86,7 +87,11 @@ class AgentThread:
     def open(self, timeout_seconds: float, on_wait: Callable[[float], None]) -> AgentCore:
         """Start the thread and wait for its agent; `on_wait` hears for how long so far. Raises CallRefused."""
         atexit.register(self._end_before_exit)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:
+            atexit.unregister(self._end_before_exit)
+            raise CallRefused(NO_THREAD_LEFT) from None
         started = time.monotonic()
         while not self._opened.wait(min(OPEN_PROGRESS_SECONDS, max(0.0, started + timeout_seconds - time.monotonic()))):
             waited_seconds = time.monotonic() - started

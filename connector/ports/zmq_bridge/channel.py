@@ -125,6 +125,9 @@ class ZmqSideChannel:
         self._keys: dict[tuple[str, int], bytes | None] = {}
         self._context: zmq.Context[Socket] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, SOCKETS_MAX)
+        # With the first socket libzmq starts its threads, and ends the process where it may have no more of them. So
+        # that is now, when an engine starts, and not later, when one that drains tells its workers.
+        self._context.socket(zmq.PAIR).close()
         self._monitors = itertools.count()
         self._open: set[ZmqRequester | ZmqListener | ZmqLink] = set()
         self._is_measuring = False

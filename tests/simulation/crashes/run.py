@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 from unittest import mock
 
 import trio
@@ -224,10 +224,10 @@ def play_scene(
     )
 
 
-async def _run_at_once(function: Callable[..., T], *arguments: Any, abandon_on_cancel: bool = False) -> T:
+async def _run_at_once(function: Callable[[], T], *, abandon_on_cancel: bool, limiter: trio.CapacityLimiter) -> T:
     """What a thread would do: virtual time does not wait for threads."""
     await trio.lowlevel.checkpoint()
-    return function(*arguments)
+    return function()
 
 
 class Scene(abc.ABC):
