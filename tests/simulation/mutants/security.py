@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from connector.ports.curve_keys import CurveKeys
 from connector.ports.gate import Access, Gate
-from connector.ports.host_names import HostNames
 from connector.ports.zmq_bridge import ZmqSideChannel
+from connector.waiting_threads import call_in_thread
 from connector.wire import params, signatures
 from connector.wire.signatures import ParamsKeys
 from tests.simulation.mutants.mutant import ByTest, Edit, Mutant
@@ -77,7 +77,7 @@ MUTANTS = (
     Mutant(
         name="names wait for names that hang",
         broken="forty requests with names that hang keep the names of all engines from being found",
-        changes=(Edit(HostNames._look_up, "trio.CapacityLimiter(1)", "None"),),
+        changes=(Edit(call_in_thread, "trio.CapacityLimiter(1)", "None"),),
         place=ByTest(
             "tests/conformance/test_host_names.py::test_names_that_hang_delay_no_other_name_and_no_other_thread"
         ),
