@@ -25,8 +25,13 @@ from connector.ports.nixl_agent.poll_cost import PollCost
 from connector.waiting_threads import NO_THREAD_LEFT
 
 PAUSE_READING_SECONDS_MAX = 0.0005
-"""Longest pause while READs are in flight. Each look that does not ask about a READ which has ended lets it go
-unnoticed for so long, and P's blocks stay lent for nothing."""
+"""Longest pause while READs are in flight, unless nothing has happened for long. Each look that does not ask about a
+READ which has ended lets it go unnoticed for so long, and P's blocks stay lent for nothing."""
+
+PAUSE_QUIET_FRACTION = 0.001
+"""READs from a peer that hangs stay in flight until it goes on, or for ever. After a long time in which nothing has
+moved, and no call has come, the pause may be this fraction of it, up to what it would be without READs: what has taken
+so long is noticed later by a thousandth of that."""
 
 PAUSE_EXPECTING_SECONDS_MAX = 0.002
 """Longest pause while notifications are expected: how long blocks that a built-in engine has released stay lent. Each
@@ -34,6 +39,10 @@ look may take the interpreter from the engine for a moment."""
 
 PAUSE_IDLE_SECONDS_MAX = 0.05
 """Longest pause otherwise: 20 polls a second keep connections alive for well under 1 % of a core."""
+
+MOVES_IN_A_ROW = 3
+"""Polls one after another that have moved something, as their cost says, without an event. What arrives by the megabyte
+takes many: from the third on each halves the time in which nothing has moved. A few may be dear for another reason."""
 
 PAUSE_SECONDS_MIN = 0.00005
 """Shorter pauses are not worth a system call (the kernel's timer slack alone is 50 us); the loop spins instead."""
@@ -194,21 +203,22 @@ class AgentThread:
         """One call at a time. A burst of them hides no completion for longer than one takes, and is not slowed down
         by a look after each. What a look costs is bounded (`looks`), so the last of many READs is posted as quickly
         as the first."""
-        active_at = looked_at = time.monotonic()
+        active_at = moved_at = looked_at = time.monotonic()
         notifications_at = 0.0
         pause_seconds = 0.0
+        active_in_a_row = 0
         cost = PollCost()
         while True:
             self.turns += 1
             if self._execute_next(core, pause_seconds):
-                active_at = time.monotonic()
+                active_at = moved_at = time.monotonic()
                 if active_at - looked_at < LOOK_SECONDS and not self._calls.is_empty:
                     continue
             started, started_cpu = time.monotonic(), time.thread_time()
             if self._close_at is not None and (not core.reads or started >= self._close_at):
                 return
             events = core.poll_reads()
-            ceiling_seconds = self._pause_seconds_max(core)
+            ceiling_seconds = self._pause_seconds_max(core, started - moved_at)
             # Without READs this is what makes UCX progress: a peer may be reading from us.
             is_due = not core.reads or started >= notifications_at
             if is_due and self._backlog() < UNDELIVERED_EVENTS_MAX:
@@ -224,8 +234,13 @@ class AgentThread:
             may_be = has_paused and cost.may_have_worked(cpu_seconds, core.looked_at)
             if not (events or core.looked_at):
                 cost.learn(cpu_seconds, after_pause=has_paused)
+            active_in_a_row = active_in_a_row + 1 if is_active else 0
             if is_active:
                 active_at = now
+                if events:
+                    moved_at = now
+                elif active_in_a_row >= MOVES_IN_A_ROW:
+                    moved_at += (now - moved_at) / 2
             if is_active or may_be:
                 notifications_at = now
                 pause_seconds = 0.0
@@ -233,10 +248,16 @@ class AgentThread:
                 floor_seconds = 0.0 if core.reads else PAUSE_SECONDS_MIN
                 pause_seconds = max(min((now - active_at) * PAUSE_FRACTION, ceiling_seconds), floor_seconds)
 
-    def _pause_seconds_max(self, core: AgentCore) -> float:
+    def _pause_seconds_max(self, core: AgentCore, quiet_seconds: float) -> float:
+        """`quiet_seconds`: for how long nothing has moved."""
+        most = PAUSE_EXPECTING_SECONDS_MAX if self._expecting else PAUSE_IDLE_SECONDS_MAX
         if core.reads:
-            return PAUSE_READING_SECONDS_MAX
-        return PAUSE_EXPECTING_SECONDS_MAX if self._expecting or core.first_reads else PAUSE_IDLE_SECONDS_MAX
+            least = PAUSE_READING_SECONDS_MAX
+        elif core.first_reads:
+            least = PAUSE_EXPECTING_SECONDS_MAX
+        else:
+            return most
+        return max(least, min(most, quiet_seconds * PAUSE_QUIET_FRACTION))
 
     def _execute_next(self, core: AgentCore, pause_seconds: float) -> bool:
         """Wait for a call and run it. False when the pause went by without one."""
