@@ -126,8 +126,9 @@ class ZmqSideChannel:
         self._context: zmq.Context[Socket] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, SOCKETS_MAX)
         # With the first socket libzmq starts its threads, and ends the process where it may have no more of them. So
-        # that is now, when an engine starts, and not later, when one that drains tells its workers.
-        self._context.socket(zmq.PAIR).close()
+        # that is now, when an engine starts, and not later, when one that drains tells its workers. It stays open:
+        # libzmq gives the descriptor of a closed one back at some later time.
+        self._first = self._context.socket(zmq.PAIR)
         self._monitors = itertools.count()
         self._open: set[ZmqRequester | ZmqListener | ZmqLink] = set()
         self._is_measuring = False
@@ -266,6 +267,7 @@ class ZmqSideChannel:
                 still_open.close()
             if self._gate is not None:
                 self._gate.close()
+            self._first.close()
             self._context.term()
 
     def _say_no_room(self, waits: int) -> None:
