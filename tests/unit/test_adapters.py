@@ -25,6 +25,7 @@ from vllm.v1.request import Request
 from connector.scheduler import adapters
 from connector.scheduler.adapters import LATE_MAX, LOOK_NS, AdapterWeights
 from connector.weights import adapter_files
+from tests.rig.thread_limit import no_thread_left
 from tests.unit.adapter_files import save_adapter
 from tests.unit.hand_clock import HandClock
 
@@ -146,34 +147,33 @@ def test_a_directory_that_is_exchanged_is_read_again(tmp_path: Path) -> None:
     assert known.of(request(current)) not in (first, None)
 
 
-def test_a_thread_that_does_not_start_is_no_end_of_the_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_thread_that_does_not_start_is_no_end_of_the_engine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     clock = HandClock()
     known = AdapterWeights(clock)
     path = save_adapter(tmp_path / "adapter", 1.0)
-
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
+    with no_thread_left():
         assert known.of(request(path)) is None
     assert "can't start new thread" in caplog.text
     clock.ns += LOOK_NS
     assert known.of(request(path)) is not None
 
 
-def test_many_adapters_that_hang_are_not_waited_for_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, answers = HandClock(), threading.Event()
-    looks = []
+class HangingFiles:
+    """A file system whose adapters are found when `answers` is set, and not before."""
 
-    def hang(path: str) -> tuple[Path, Path]:
-        looks.append(path)
-        answers.wait(60)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.answers = threading.Event()
+        self.looks: list[str] = []
+        monkeypatch.setattr(adapters, "adapter_files", self._find)
+
+    def _find(self, path: str) -> tuple[Path, Path]:
+        self.looks.append(path)
+        self.answers.wait(60)
         return adapter_files(path)
 
-    monkeypatch.setattr(adapters, "adapter_files", hang)
+
+def test_many_adapters_that_hang_are_not_waited_for_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, files = HandClock(), HangingFiles(monkeypatch)
     monkeypatch.setattr(adapters, "ADAPTERS_MAX", 8)
     monkeypatch.setattr(adapters, "WAIT_SECONDS", 0.5)
     known = AdapterWeights(clock)
@@ -183,8 +183,8 @@ def test_many_adapters_that_hang_are_not_waited_for_one_by_one(tmp_path: Path, m
         assert {known.of(request(path)) for path in paths} == {None}
         clock.ns += LOOK_NS
     assert time.monotonic() - began < 10, "two adapters' time, and not that of 80"
-    assert len(looks) == LATE_MAX
-    answers.set()
+    assert len(files.looks) == LATE_MAX
+    files.answers.set()
     while known.of(request(paths[0])) is None:
         clock.ns += LOOK_NS
 
@@ -204,24 +204,16 @@ def test_what_is_not_known_is_none(tmp_path: Path) -> None:
 def test_a_file_system_that_hangs_is_waited_for_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clock, answers = HandClock(), threading.Event()
-    looks = []
+    clock, files = HandClock(), HangingFiles(monkeypatch)
     path = save_adapter(tmp_path / "adapter", 1.0)
-
-    def hang(path: str) -> tuple[Path, Path]:
-        looks.append(path)
-        answers.wait(60)
-        return adapter_files(path)
-
-    monkeypatch.setattr(adapters, "adapter_files", hang)
     monkeypatch.setattr(adapters, "WAIT_SECONDS", 0.01)
     known = AdapterWeights(clock)
     for _ in range(3):
         assert known.of(request(path)) is None
         clock.ns += LOOK_NS
-    assert looks == [str(path)]
+    assert files.looks == [str(path)]
     assert caplog.text.count("does their file system hang") == 1
-    answers.set()
+    files.answers.set()
     monkeypatch.setattr(adapters, "WAIT_SECONDS", 60.0)
     while known.of(request(path)) is None:
         clock.ns += LOOK_NS
