@@ -27,7 +27,7 @@ class TransitionRecord(msgspec.Struct, frozen=True, gc=False):
             the engine's `kv_role`: `kv_producer`, `kv_consumer` or `kv_both`.
         machine: `request`, `hold`, `peer` or `lease`. The other machines of the package are not recorded: what they
             lead to is said in the log.
-        subject: request id (request, lease), engine id (peer), `<request id on P>/<rank of P>` (hold).
+        subject: request id (request, lease), engine id (peer), `<request id on P>/<number of the partner on P>` (hold).
         from_state: None when the instance was created.
         event: name of the event's type.
         to_state: the state it led to, which may be the same one.

@@ -385,10 +385,12 @@ def _between(checks: list[_ProcessCheck]) -> Iterator[Finding]:
             continue
         ends_wall = decode.located[-1][2].wall - CLOCKS_DIFFER_SECONDS
         for key, holds in decode.holds_on.items():
-            # What comes after its last record is not known: of its last moments on a full disk, or a copied file.
-            ranks = [each for each in lent.get(key, ()) if each[1][2].wall < ends_wall]
+            # What comes after its last record is not known: of its last moments on a full disk, of a copied file, of an
+            # engine that crashed. Which rank of P a hold is on is not known either, so one rank's end decides nothing.
+            ranks = lent.get(key, [])
+            were_done = all(_is_done(where) and where[2].wall < ends_wall for _, where, _ in ranks)
             still_held = sorted(each[2] for each in holds if decode.live.get(each) == [hold.State.HELD.value])
-            if still_held and len(ranks) >= len(holds) and all(_is_done(where) for _, where, _ in ranks):
+            if still_held and were_done and len(ranks) >= len(holds):
                 reader = decode.located[0][2]
                 who = f"{reader.engine_id} rank {reader.rank}"
                 yield _finding(ranks[0][1], f"its readers were done, and {who} still holds {still_held[0]}")

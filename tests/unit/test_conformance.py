@@ -237,7 +237,7 @@ def test_nothing_is_concluded_from_what_is_not_sampled() -> None:
         assert check_records(sampled, is_whole=False).findings == ()
 
 
-@pytest.mark.parametrize("share", [0.2, 0.5, 0.8, 0.95])
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.8, 0.95])
 @pytest.mark.parametrize("machine", ["request", "lease"])
 def test_nothing_is_concluded_from_what_one_process_has_not_written_any_more(machine: str, share: float) -> None:
     """On a full disk; or its file was copied earlier than those of the others."""
