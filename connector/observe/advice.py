@@ -38,7 +38,10 @@ NIXL_HANGS_ADVICE = (
     "engine if this does not end"
 )
 
-TRACE_ENDED_ADVICE = "free space or choose another trace_directory, and restart it"
+TRACE_INTERRUPTED_ADVICE = (
+    "free space, or have the file system take files again; an engine that is to use another trace_directory has to be "
+    "started again"
+)
 
 WHAT_TO_DO: dict[str, str] = {
     # What happens to a tool as well, which may have been given the address of a decode engine, names neither P nor D.

@@ -511,7 +511,7 @@ TRACE_RECORDS_MISSING = Metric(
     name=f"{PREFIX}trace_records_missing",
     kind="counter",
     documentation="Records of transitions that were not written to trace_directory, because its file system did not "
-    "keep up, or because an error has ended the trace until the engine starts again.",
+    "keep up or refused them.",
     side="both",
 )
 TURNED_AWAY = Metric(

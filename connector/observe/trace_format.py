@@ -66,7 +66,7 @@ class FileHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TraceGap(msgspec.Struct, frozen=True, kw_only=True):
-    """A line in the place of records that were not written, because the file system did not keep up.
+    """A line in the place of records that were not written, because the file system did not keep up or refused them.
 
     Attributes:
         missing: how many, of those that the sample takes.

@@ -18,9 +18,12 @@ created, never continued: two processes that had the same id one after the other
 process 1 after every restart) get two sequences, each with numbers from 0. The first one is created with the first
 record, so an engine that fails to start leaves none; that a file can be created is tried at start all the same.
 
-The trace must not cost a request anything. An error (the disk is full, the file system is gone) switches the sink off
-with one line in the log, and no exception leaves `write`. A file system may also hang, and `write` with it: the actors
-never call it themselves, but hand records to a thread that does (`trace_writer`).
+The trace must not cost a request anything, and no exception leaves `write`. An error (the disk is full, the file system
+is gone) interrupts the trace, with one line in the log. What comes then is counted and not written. Every
+RETRY_SECONDS it is tried again: where that works there is a `TraceGap` in the place of what is missing, and one more
+line in the log. It goes on in the same file, of which a line that was cut is taken back: a new one for each attempt
+would have rotation delete what was written before. A file system may also hang, and `write` with it: the actors never
+call it themselves, but hand records to a thread that does (`trace_writer`).
 """
 
 from __future__ import annotations
@@ -33,15 +36,16 @@ import tempfile
 import time
 import zlib
 from collections import deque
+from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
 from typing import BinaryIO, cast
 
-import msgspec
 import structlog
+from msgspec.structs import replace
 
 from connector import DISTRIBUTION
-from connector.observe.advice import TRACE_ENDED_ADVICE
+from connector.observe.advice import TRACE_INTERRUPTED_ADVICE
 from connector.observe.log import get_logger
 from connector.observe.trace_format import (
     SCHEMA,
@@ -64,6 +68,10 @@ FILES_KEPT = 8
 
 FILE_NAME_LENGTH_MAX = 150
 """Longest part of a file name that is made from an engine id, in characters; file systems allow 255 bytes in all."""
+
+RETRY_SECONDS = 30.0
+"""A trace that is interrupted is tried again so often. That is soon for whoever has freed space and looks whether it
+goes on, and a disk that somebody else keeps full becomes four lines in the log a minute at most."""
 
 FILES_PER_NAME_MAX = 1000
 """Sequences of processes with the same engine id, role, rank and process id in one directory."""
@@ -141,84 +149,148 @@ def is_sampled(request_id: str, share: float) -> bool:
 class JsonLinesSink:
     """A `statemachine.trace.TraceSink`: one line per record, to a sequence of files that it owns.
 
-    `write` belongs to one thread; `close` may come from another one, and what is written after it is dropped.
+    `write` and `note_gap` belong to one thread; `close` may come from another one, and what is written after it is
+    dropped.
 
-    `ended`: the file that could not be written, and why, once an error has switched it off.
+    Attributes:
+        interrupted: the file that cannot be written, and why; None while it can.
+        lost: how many records could not be written since the start.
     """
 
     def __init__(self, files: RotatingFiles, *, sample: float = 1.0) -> None:
-        self.ended: str | None = None
+        self.interrupted: str | None = None
+        self.lost = 0
         self._files = files
         self._sample = sample
-        self._log: structlog.BytesLogger | None = structlog.BytesLogger(cast(BinaryIO, files))
+        self._log = structlog.BytesLogger(cast(BinaryIO, files))
+        self._is_closed = False
+        # What is missing before the next line.
+        self._gap: TraceGap | None = None
+        # While it is interrupted: since when and until when by time.monotonic, and what is missing since then.
+        self._since = self._retry_at = 0.0
+        self._missing = 0
 
     @property
     def path(self) -> Path:
         """The file that is written to, or will be with the first record."""
         return self._files.path
 
-    @property
-    def is_open(self) -> bool:
-        """Whether what is written goes anywhere: it was not closed, and no error has switched it off."""
-        return self._log is not None
-
     def keeps(self, record: TransitionRecord) -> bool:
         """Whether the sample takes it."""
         return self._sample >= 1.0 or self._is_sampled(record)
 
     def write(self, *records: TransitionRecord) -> None:
-        """Append a line for each. Never raises: an error switches the sink off for good."""
-        if self._log is None:
-            return
-        try:
-            if self._sample < 1.0:
-                records = tuple(filter(self._is_sampled, records))
-            if records:
-                self._append(render_lines(records))
-        except Exception as error:  # whatever it is: a trace is not worth a request
-            self._switch_off(error)
+        """Append a line for each. Never raises. Without a record it only tries again what is due."""
+        if self._sample < 1.0:
+            records = tuple(filter(self._is_sampled, records))
+        if self._is_waiting():
+            self._lose(records)
+        elif records or self._gap is not None:
+            self._append(records)
 
     def note_gap(self, gap: TraceGap) -> None:
-        """Append the line for records that are missing. Never raises, as `write`."""
+        """Append the line for records that are missing, which whoever calls has counted. Never raises."""
+        self._add_to_gap(gap)
+        if not self._is_waiting():
+            self._append(())
+
+    def close(self) -> None:
+        """Idempotent; never raises."""
+        self._is_closed = True
+        with contextlib.suppress(OSError):  # what could not be written before cannot be written now
+            self._files.close()
+
+    def _is_waiting(self) -> bool:
+        return self.interrupted is not None and time.monotonic() < self._retry_at
+
+    def _append(self, records: Sequence[TransitionRecord]) -> None:
+        gap = self._gap
         try:
-            self._append(render_note(gap))
-        except Exception as error:
-            self._switch_off(error)
+            lines = [] if gap is None else [render_note(gap)]
+            if records:
+                lines.append(render_lines(records))
+            self._log.msg(b"\n".join(lines))
+        except Exception as error:  # whatever it is: a trace is not worth a request
+            if self._is_closed:  # under our hands
+                return
+            written = error.lines if isinstance(error, LinesCut) else 0
+            if gap is not None and written:
+                self._gap, written = None, written - 1
+            self._interrupt(error)
+            self._lose(records[written:])
+            return
+        self._gap = None
+        if self.interrupted is not None:
+            self._go_on()
 
-    def _append(self, lines: bytes) -> None:
-        if (log := self._log) is not None:
-            log.msg(lines)
+    def _interrupt(self, error: Exception) -> None:
+        now = time.monotonic()
+        reason = shorten(str(error), 300)
+        is_new = self.interrupted is None
+        self.interrupted = f"{self.path}: {reason}"
+        self._retry_at = now + RETRY_SECONDS
+        if not is_new:
+            return
+        self._since, self._missing = now, 0
+        get_logger().error(
+            "the state-transition trace %s is interrupted: %s; KV transfer goes on, and so does the trace once it can "
+            "be written, which is tried every %g s%s%s",
+            self.path,
+            reason,
+            RETRY_SECONDS,
+            ADVICE_FOLLOWS,
+            TRACE_INTERRUPTED_ADVICE,
+        )
 
-    def _switch_off(self, error: Exception) -> None:
-        if self._log is not None:  # otherwise the file was closed under our hands
-            reason = shorten(str(error), 300)
-            self.ended = f"{self.path}: {reason}"
-            get_logger().error(
-                "the state-transition trace %s ends here: %s; KV transfer goes on, and nothing more is traced until "
-                "this engine starts again%s%s",
-                self.path,
-                reason,
-                ADVICE_FOLLOWS,
-                TRACE_ENDED_ADVICE,
+    def _go_on(self) -> None:
+        self.interrupted = None
+        get_logger().warning(
+            "the state-transition trace goes on in %s: it could not be written for %.1f s; %d record(s) are missing",
+            self.path,
+            time.monotonic() - self._since,
+            self._missing,
+        )
+
+    def _lose(self, records: Sequence[TransitionRecord]) -> None:
+        if not records or self._is_closed:
+            return
+        first = records[0]
+        self.lost += len(records)
+        self._add_to_gap(
+            TraceGap(
+                missing=len(records),
+                seq=first.seq,
+                wall=first.wall,
+                mono_ns=first.mono_ns,
+                until_wall=records[-1].wall,
             )
-        self.close()
+        )
+
+    def _add_to_gap(self, more: TraceGap) -> None:
+        self._missing += more.missing
+        if (gap := self._gap) is not None:
+            more = replace(gap, missing=gap.missing + more.missing, until_wall=more.until_wall)
+        self._gap = more
 
     def _is_sampled(self, record: TransitionRecord) -> bool:
         request_id = record.subject if record.machine == "lease" else record.remote_request_id
         # A peer is no request's; and parameters that make no sense name none.
         return request_id is None or is_sampled(request_id, self._sample)
 
-    def close(self) -> None:
-        """Idempotent; never raises."""
-        self._log = None
-        with contextlib.suppress(OSError):  # what could not be written before cannot be written now
-            self._files.close()
+
+class LinesCut(OSError):
+    """Not all was written. `lines`: how many are in the file, whole."""
+
+    def __init__(self, lines: int) -> None:
+        super().__init__(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: the end of a line could not be written")
+        self.lines = lines
 
 
 class RotatingFiles:
     """The files of one process, as one binary file to append to; see the module's docstring.
 
-    `write` is given whole lines, which stay together. Every method but `close` raises OSError.
+    `write` is given whole lines, which stay together. Every method but `close` raises OSError, and may be called again
+    after it.
 
     Args:
         stem: path of the first file, without its ending.
@@ -238,14 +310,22 @@ class RotatingFiles:
         self._is_closed = False
 
     def write(self, lines: bytes) -> int:
-        if self._left_bytes <= 0:
-            self._begin()
+        """Raises LinesCut where some of it is in the file."""
+        if self._is_closed:
+            raise ValueError("write to closed files")
+        file = self._open() if self._left_bytes > 0 else None
+        if file is None:
+            file = self._begin()
         length = len(lines)
-        self._left_bytes -= length
-        written = self._file.write(lines)  # type: ignore[union-attr]
+        try:
+            written = file.write(lines)
+        except OSError:
+            self._let_go()  # it may be good for nothing any more, as after a server of it has started again
+            raise
         if written != length:
-            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: the end of a line could not be written")
-        return written
+            raise self._cut(file, lines[:written])
+        self._left_bytes -= length
+        return length
 
     def flush(self) -> None:
         """What was written is with the operating system already."""
@@ -255,24 +335,56 @@ class RotatingFiles:
         if self._file is not None:
             self._file.close()
 
-    def _begin(self) -> None:
-        if self._is_closed:
-            raise ValueError("write to closed files")
+    def _open(self) -> FileIO | None:
+        """The file to go on in. None: it is not there any more."""
         if self._file is None:
+            with contextlib.suppress(FileNotFoundError):
+                self._file = FileIO(self.path, "a", opener=_open_existing)
+        return self._file
+
+    def _let_go(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                file.close()
+
+    def _cut(self, file: FileIO, written: bytes) -> LinesCut:
+        """Take back the line that has no end."""
+        whole = written.rfind(b"\n") + 1
+        self._left_bytes -= whole
+        try:
+            os.ftruncate(file.fileno(), os.fstat(file.fileno()).st_size - (len(written) - whole))
+        except OSError:
+            self._left_bytes = 0  # the next line would go on in that one: it begins another file
+        self._let_go()
+        return LinesCut(written.count(b"\n"))
+
+    def _begin(self) -> FileIO:
+        if not self._kept:
             file = self._create_first()
         else:
-            self._file.close()
-            self._header = msgspec.structs.replace(self._header, part=self._header.part + 1)
-            self.path = part_path(self._stem, self._header.part)
-            file = _create(self.path)
+            self._let_go()
+            part = self._header.part + 1
+            path = part_path(self._stem, part)
+            file = _create(path)
+            self.path, self._header = path, replace(self._header, part=part)
+        line = render_note(self._header) + b"\n"
+        try:
+            if file.write(line) != len(line):
+                raise LinesCut(0)
+        except OSError:
+            with contextlib.suppress(OSError):
+                file.close()
+            with contextlib.suppress(OSError):
+                self.path.unlink()
+            raise
         self._file = file
+        self._left_bytes = max(1, self._file_bytes - len(line))
         self._kept.append(self.path)
         if len(self._kept) > self._files_kept:
             with contextlib.suppress(FileNotFoundError):  # somebody has tidied up
                 self._kept.popleft().unlink()
-        line = render_note(self._header) + b"\n"
-        file.write(line)
-        self._left_bytes = max(1, self._file_bytes - len(line))
+        return file
 
     def _create_first(self) -> FileIO:
         # Of a sequence that was rotated the first file is gone, and the others are in the way all the same.
@@ -296,3 +408,7 @@ def _create(path: Path) -> FileIO:
 def _open_for_append(path: str, flags: int) -> int:
     # Appending lets a log rotation that truncates the file work as meant.
     return os.open(path, flags | os.O_APPEND, 0o644)
+
+
+def _open_existing(path: str, flags: int) -> int:
+    return os.open(path, flags & ~os.O_CREAT)

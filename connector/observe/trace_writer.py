@@ -10,8 +10,8 @@ A file system that hangs (its server is gone, its share of I/O is used up) costs
 takes none until half of it is written; what comes meanwhile is left out and counted. The log says so once when it
 begins and once when it is over, and the trace has a `TraceGap` in that place.
 
-An error of the file system ends the trace for good (`trace_log`). All records from then on are counted, those of the
-write that failed and those that were queued among them, but no `TraceGap` can be written for them.
+An error of the file system interrupts the trace until it can be written again (`trace_log`). The thread goes on taking
+records from the queue, which costs it nothing, and the sink counts them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import msgspec
 
 from connector.cpu_affinity import leave_single_cpu
 from connector.observe.log import get_logger
 from connector.observe.trace_format import TraceGap
-from connector.observe.trace_log import JsonLinesSink
+from connector.observe.trace_log import RETRY_SECONDS, JsonLinesSink
+from connector.waiting_threads import NoThreadLeft
 from statemachine.trace import TransitionRecord
 
 QUEUE_RECORDS_MAX = 1 << 15
@@ -48,6 +49,8 @@ class TraceWriter:
     Args:
         queue_records_max: with so many records in the queue it takes no more.
         on_missing: called in `write` with the number of records that were left out, or that an error has cost.
+
+    Raises NoThreadLeft.
     """
 
     def __init__(
@@ -65,8 +68,7 @@ class TraceWriter:
         # Records that were put into the queue, and those that have left it; each is changed by one thread only.
         self._put = 0
         self._done = 0
-        # Records that the thread had and could not write, and those of them that were told; each as above.
-        self._lost = 0
+        # Of the records that the thread could not write, those that were told.
         self._told = 0
         # All that `on_missing` was called with.
         self._missing = 0
@@ -75,25 +77,26 @@ class TraceWriter:
         self._gap_since = 0.0
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="kv-transfer-trace", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # all that Python says of a thread that does not start
+            raise NoThreadLeft from error
 
     @property
-    def ended(self) -> str | None:
-        """The file that could not be written, and why, once an error has ended the trace."""
-        return self._lines.ended
+    def interrupted(self) -> str | None:
+        """The file that cannot be written, and why; None while it can."""
+        return self._lines.interrupted
 
     @property
     def missing(self) -> int:
         """How many records were not written since the start."""
-        return self._missing + self._lost - self._told
+        return self._missing + self._lines.lost - self._told
 
     def write(self, *records: TransitionRecord) -> None:
         """Have a line written for each. Never waits for a file."""
         if self._is_closed:
             return
-        if not self._lines.is_open:
-            self._tell_lost(self._kept(records))
-            return
+        self._tell_lost()
         waiting = self._put - self._done
         if self._gap is not None and waiting <= self._queue_records_max // 2:
             self._end_gap()
@@ -122,16 +125,12 @@ class TraceWriter:
             )
         self._tell_lost()
 
-    def _tell_lost(self, more: int = 0) -> None:
-        """Records that the thread has lost, and so many more, count as missing."""
-        lost = self._lost
-        if missing := lost - self._told + more:
+    def _tell_lost(self) -> None:
+        """Records that the thread has lost count as missing."""
+        lost = self._lines.lost
+        if missing := lost - self._told:
             self._told = lost
             self._note_missing(missing)
-
-    def _kept(self, records: Iterable[TransitionRecord]) -> int:
-        """How many of them the sample takes."""
-        return sum(map(self._lines.keeps, records))
 
     def _leave_out(self, records: tuple[TransitionRecord, ...]) -> None:
         records = tuple(filter(self._lines.keeps, records))
@@ -173,7 +172,7 @@ class TraceWriter:
         leave_single_cpu()
         waiting, lines = self._queue, self._lines
         records: list[TransitionRecord] = []
-        while (item := waiting.get()) is not None:
+        while (item := self._next()) is not None:
             if isinstance(item, TraceGap):
                 self._write(records)
                 lines.note_gap(item)
@@ -184,9 +183,16 @@ class TraceWriter:
         self._write(records)
         lines.close()
 
+    def _next(self) -> tuple[TransitionRecord, ...] | TraceGap | None:
+        """What is next in the queue. Meanwhile the trace goes on where it can again, also if nothing comes."""
+        while self._lines.interrupted is not None:
+            try:
+                return self._queue.get(timeout=RETRY_SECONDS)
+            except queue.Empty:
+                self._lines.write()
+        return self._queue.get()
+
     def _write(self, records: list[TransitionRecord]) -> None:
         self._lines.write(*records)
-        if not self._lines.is_open:
-            self._lost += self._kept(records)
         self._done += len(records)
         records.clear()

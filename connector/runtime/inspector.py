@@ -313,7 +313,7 @@ class Inspector:
             counts=counts,
             peers_by_state=peers,
             leases_by_state=leases,
-            trace_ended=optional_text(trace.ended if trace is not None else None),
+            trace_interrupted=optional_text(trace.interrupted if trace is not None else None),
         )
 
     async def _counts(self) -> tuple[EngineCounts, Counter[str], Counter[str]]:

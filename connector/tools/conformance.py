@@ -23,11 +23,10 @@ And between D and P, where nothing but the order of what one has heard from the 
 A lease that D calls by its request id alone is compared with none of P's: which one is meant is a guess where records
 of P are missing, and a guess finds no mistake.
 
-Sampling and rotation leave gaps, and so do a damaged line and a file system that does not keep up, anywhere in a file.
-Then what began
-before the first record that is left, or that follows such a gap, is taken as it is found, and nothing is concluded from
-what is missing: of an engine that requests describe by unlike sizes there may be a peer, and holds, that were made
-before.
+Sampling and rotation leave gaps, and so do a damaged line and a file system that does not take records, anywhere in a
+file. Then what began before the first record that is left, or that follows such a gap, is taken as it is found, and
+nothing is concluded from what is missing: of an engine that requests describe by unlike sizes there may be a peer, and
+holds, that were made before.
 """
 
 from __future__ import annotations

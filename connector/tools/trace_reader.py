@@ -176,8 +176,8 @@ def _warn_of_gaps(processes: Iterable[ProcessTrace], directory: str | Path) -> N
     for file in (file for process in processes for file in process.files if file.gaps):
         line, first = file.gaps[0]
         get_logger().warning(
-            "%d record(s) are missing in %s, because its file system did not keep up: the first at line %d, from %s to "
-            "%s (UTC). What is said of that time is not complete",
+            "%d record(s) are missing in %s, because its file system did not take them: the first at line %d, from %s "
+            "to %s (UTC). What is said of that time is not complete",
             sum(gap.missing for _, gap in file.gaps),
             file.path,
             line,

@@ -160,7 +160,7 @@ class EngineRow(Row, frozen=True, kw_only=True):
     Attributes:
         recorded_seconds: how far back every step is kept; None: nothing has happened yet.
         peers_by_state, leases_by_state: how many there are, by their states.
-        trace_ended: the trace file that could not be written, and why, once an error has ended the trace.
+        trace_interrupted: the trace file that cannot be written, and why; None while it can.
     """
 
     what: ClassVar[What] = "engine"
@@ -177,7 +177,7 @@ class EngineRow(Row, frozen=True, kw_only=True):
     counts: EngineCounts
     peers_by_state: dict[str, int]
     leases_by_state: dict[str, int]
-    trace_ended: str | None = None
+    trace_interrupted: str | None = None
 
 
 class PeerRow(Row, frozen=True, kw_only=True):

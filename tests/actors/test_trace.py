@@ -54,7 +54,7 @@ def test_a_trace_file_that_hangs_keeps_no_request_waiting(
     assert "did not keep up" in said[1]
 
 
-def test_that_a_trace_has_ended_and_what_it_lacks_is_told_to_tools(tmp_path: Path) -> None:
+def test_that_a_trace_is_interrupted_and_what_it_lacks_is_told_to_tools(tmp_path: Path) -> None:
     directory = tmp_path / "traces"
     writer = TraceWriter(open_trace_log(directory, engine_id="d", role="kv_both", rank=0))
     directory.rmdir()
@@ -65,16 +65,16 @@ def test_that_a_trace_has_ended_and_what_it_lacks_is_told_to_tools(tmp_path: Pat
             engine("d", serves=True, options=OPTIONS, also_trace=writer) as d,
         ):
             await serve(p, d, 1)
-            await until(lambda: writer.ended is not None and writer.missing == len(d.trace.records))
+            await until(lambda: writer.interrupted is not None and writer.missing == len(d.trace.records))
             found = await asked(d)
             of_d, of_p = found.engines
             (row,) = of_d.of(EngineRow)
-            assert row.trace_ended is not None
-            assert row.trace_ended.startswith(f"{directory}/d-kv_both-0-")
-            assert "No such file" in row.trace_ended
+            assert row.trace_interrupted is not None
+            assert row.trace_interrupted.startswith(f"{directory}/d-kv_both-0-")
+            assert "No such file" in row.trace_interrupted
             assert row.counts.trace_records_missing == len(d.trace.records)
             (other,) = of_p.of(EngineRow)
-            assert (other.trace_ended, other.counts.trace_records_missing) == (None, 0)
+            assert (other.trace_interrupted, other.counts.trace_records_missing) == (None, 0)
 
     trio.run(main)
     writer.close()

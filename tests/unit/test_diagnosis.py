@@ -645,17 +645,19 @@ def test_releases_of_what_is_not_lent() -> None:
     assert "3 release(s)" in finding.what
 
 
-def test_a_trace_that_has_ended_is_said_with_the_file_the_error_and_what_to_do() -> None:
+def test_a_trace_that_is_interrupted_is_said_with_the_file_the_error_and_what_to_do() -> None:
     said = "/traces/d-kv_consumer-0-7.jsonl: [Errno 28] No space left on device"
     healthy = engine("d", counts=EngineCounts(trace_records_missing=12))
     (row,) = healthy.of(EngineRow)
-    ended = replace(healthy.ranks[0], rows=(msgspec.structs.replace(row, trace_ended=said),))
-    (finding,) = found(replace(healthy, ranks=(ended,)), check="traces")
+    interrupted = replace(healthy.ranks[0], rows=(msgspec.structs.replace(row, trace_interrupted=said),))
+    (finding,) = found(replace(healthy, ranks=(interrupted,)), check="traces")
     assert finding.level == "warning"
-    assert finding.what.startswith(f"d: its trace has ended until it starts again ({said}): 12 record(s) are missing")
-    assert finding.advice == "free space or choose another trace_directory, and restart it"
-    (finding,) = found(replace(healthy, ranks=(healthy.ranks[0], ended)), check="traces")
-    assert "has ended on 1 of 2 ranks" in finding.what
+    assert finding.what.startswith(
+        f"d: its trace is interrupted until it can be written ({said}): 12 record(s) are missing"
+    )
+    assert finding.advice.startswith("free space, or have the file system take files again")
+    (finding,) = found(replace(healthy, ranks=(healthy.ranks[0], interrupted)), check="traces")
+    assert "is interrupted on 1 of 2 ranks" in finding.what
     assert "24 record(s)" in finding.what
 
 

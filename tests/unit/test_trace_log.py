@@ -31,7 +31,14 @@ from connector.config import ConnectorOptions
 from connector.observe import trace_log
 from connector.observe.history import histories, stories
 from connector.observe.log import get_logger
-from connector.observe.trace_format import SCHEMA, FileHeader, TraceFileError, TraceSchemaError, render_line
+from connector.observe.trace_format import (
+    HEADER_START,
+    SCHEMA,
+    FileHeader,
+    TraceFileError,
+    TraceSchemaError,
+    render_line,
+)
 from connector.observe.trace_log import JsonLinesSink, TraceDirectoryError, is_sampled, open_trace_log
 from connector.runtime.context import engine_limits
 from connector.runtime.lease_keeper import lending_limits
@@ -256,7 +263,7 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         opened(Path("\x00"))
 
 
-def test_a_full_disk_ends_the_trace_with_one_line_and_nothing_else(
+def test_a_full_disk_interrupts_the_trace_with_one_line_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, errors: list[str]
 ) -> None:
     full = Path("/dev/full")
@@ -269,6 +276,8 @@ def test_a_full_disk_ends_the_trace_with_one_line_and_nothing_else(
     assert len(errors) == 1
     assert str(sink.path) in errors[0]
     assert "No space left on device" in errors[0]
+    assert sink.lost == 3
+    assert "No space left on device" in (sink.interrupted or "")
     sink.close()
     sink.close()
     assert len(errors) == 1
@@ -290,17 +299,17 @@ print("still here")
 """
 
 
-def test_a_quota_that_is_used_up_in_the_middle_ends_the_trace_only(tmp_path: Path) -> None:
+def test_a_quota_that_is_used_up_in_the_middle_interrupts_the_trace_only(tmp_path: Path) -> None:
     """In a process of its own, whose files may not grow beyond a limit; what was written until then can be read."""
     command = [sys.executable, "-c", _UP_TO_A_LIMIT, str(tmp_path), msgspec.json.encode(FULL).decode()]
     ended = subprocess.run(command, cwd=Path(__file__).parents[2], check=True, capture_output=True, timeout=250)
     assert ended.stdout.endswith(b"still here\n")
-    assert ended.stderr.count(b"ends here") == 1
+    assert ended.stderr.count(b"is interrupted") == 1
     assert read_trace(tmp_path)[0] == record(seq=0)
     assert 50 < len(read_trace(tmp_path)) < 1000
 
 
-def test_a_directory_that_is_gone_when_the_next_file_begins_ends_the_trace_only(
+def test_a_directory_that_is_gone_when_the_next_file_begins_interrupts_the_trace_only(
     tmp_path: Path, errors: list[str]
 ) -> None:
     directory = tmp_path / "traces"
@@ -310,12 +319,12 @@ def test_a_directory_that_is_gone_when_the_next_file_begins_ends_the_trace_only(
     for _ in range(20):
         sink.write(FULL)
     assert len(errors) == 1
-    assert "ends here" in errors[0]
+    assert "is interrupted" in errors[0]
 
 
 @pytest.mark.parametrize("error_number", [errno.EROFS, errno.EACCES])
 @pytest.mark.parametrize("written_before", [True, False])
-def test_a_directory_that_can_only_be_read_by_now_ends_the_trace_only(
+def test_a_directory_that_can_only_be_read_by_now_interrupts_the_trace_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, errors: list[str], error_number: int, written_before: bool
 ) -> None:
     """Storage that fails is often mounted again for reading only. What was written until then can be read."""
@@ -331,7 +340,7 @@ def test_a_directory_that_can_only_be_read_by_now_ends_the_trace_only(
         sink.write(FULL)
     sink.close()
     assert len(errors) == 1
-    assert "ends here" in errors[0]
+    assert "is interrupted" in errors[0]
     assert str(sink.path) in errors[0]
     assert os.strerror(error_number) in errors[0]
     found = read_trace(tmp_path)
@@ -339,13 +348,138 @@ def test_a_directory_that_can_only_be_read_by_now_ends_the_trace_only(
     assert bool(found) is written_before
 
 
-def test_a_record_that_cannot_be_written_ends_the_trace_only(tmp_path: Path, errors: list[str]) -> None:
+def test_a_record_that_cannot_be_written_interrupts_the_trace_only(tmp_path: Path, errors: list[str]) -> None:
     sink = opened(tmp_path)
     sink.write(FULL)
     sink.write(record(blocks=object()))
     sink.write(FULL)
     assert len(errors) == 1
     assert read_trace(tmp_path) == [FULL]
+
+
+_UNTIL_THERE_IS_ROOM_AGAIN = """
+import resource, sys
+from connector.observe import trace_log
+from connector.observe.trace_log import open_trace_log
+from statemachine.trace import TransitionRecord
+import msgspec
+limit = 100_000
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+record = msgspec.json.decode(sys.argv[2], type=TransitionRecord)
+sink = open_trace_log(sys.argv[1], engine_id="e", role="kv_both", rank=0)
+seq, lost = 0, []
+def write(count):
+    global seq
+    sink.write(*(msgspec.structs.replace(record, seq=seq + more, wall=float(seq + more)) for more in range(count)))
+    seq += count
+for _ in range(3):
+    while sink.interrupted is None:
+        write(7)
+    trace_log.RETRY_SECONDS = 0.0
+    for _ in range(5):
+        write(2)
+    trace_log.RETRY_SECONDS = 1000.0
+    write(3)
+    write(4)
+    sink._retry_at = 0.0
+    limit += 20_000
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    write(1)
+    assert sink.interrupted is None
+    lost.append(sink.lost)
+sink.close()
+print(seq, *lost)
+"""
+
+
+def test_a_trace_goes_on_where_it_was_interrupted_once_there_is_room(tmp_path: Path) -> None:
+    """In the same file. Every record is there, or counts in a gap in its place; no line is cut."""
+    command = [sys.executable, "-c", _UNTIL_THERE_IS_ROOM_AGAIN, str(tmp_path), msgspec.json.encode(FULL).decode()]
+    ended = subprocess.run(
+        command, cwd=Path(__file__).parents[2], check=True, capture_output=True, text=True, timeout=250
+    )
+    written, *lost = map(int, ended.stdout.split())
+    (path,) = tmp_path.iterdir()
+    trace = read_trace_file(path)
+    assert (trace.torn_bytes, trace.damaged) == (0, ())
+    missing = [seq for _, gap in trace.gaps for seq in range(gap.seq, gap.seq + gap.missing)]
+    numbers = [each.seq for each in trace.records]
+    assert sorted(numbers + missing) == list(range(written))
+    assert numbers == sorted(numbers)
+    assert len(missing) == lost[-1] > lost[0] > 0
+    # A gap stands before the first record after it, and says when it was.
+    after = {line + 1: gap for line, gap in trace.gaps}
+    assert {line: each.seq for line, each in trace.located() if line in after} == {
+        line: gap.seq + gap.missing for line, gap in after.items() if line not in {at for at, _ in trace.gaps}
+    }
+    assert all((gap.wall, gap.until_wall) == (gap.seq, gap.seq + gap.missing - 1) for _, gap in trace.gaps)
+    assert ended.stderr.count("is interrupted") == ended.stderr.count("goes on in") == 3
+    assert not read_processes(tmp_path)[0].is_whole
+
+
+def test_where_a_cut_line_cannot_be_taken_back_the_trace_goes_on_in_the_next_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Short(FileIO):
+        def write(self, data: Any) -> int:
+            return super().write(data if data.startswith(HEADER_START) else data[:-5]) or 0
+
+    def refused(descriptor: int, length: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    sink = opened(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(trace_log, "_create", lambda path: Short(path, "x"))
+        patch.setattr(os, "ftruncate", refused)
+        sink.write(record(seq=0), record(seq=1))
+    assert sink.lost == 1
+    sink._retry_at = 0.0
+    sink.write(record(seq=2))
+    (process,) = read_processes(tmp_path)
+    assert [[each.seq for each in file.records] for file in process.files] == [[0], [2]]
+    assert [len(file.gaps) for file in process.files] == [0, 1]
+    assert process.files[0].torn_bytes > 0
+
+
+def test_a_trace_goes_on_when_its_directory_is_back(tmp_path: Path, errors: list[str]) -> None:
+    directory = tmp_path / "traces"
+    sink = opened(directory, file_bytes=1 << 10)
+    shutil.rmtree(directory)
+    sink.write(record(seq=0))
+    assert "No such file" in (sink.interrupted or "")
+    sink._retry_at = 0.0
+    sink.write(record(seq=1))
+    directory.mkdir()
+    sink._retry_at = 0.0
+    sink.write()
+    assert sink.interrupted is None
+    sink.write(record(seq=2))
+    assert len(errors) == 2  # that it is interrupted, and that it goes on
+    assert [each.seq for each in read_trace(directory)] == [2]
+    ((_, gap),) = read_processes(directory)[0].files[0].gaps
+    assert (gap.seq, gap.missing) == (0, 2)
+
+
+def test_attempts_leave_no_files_and_delete_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a disk that stays full."""
+    sink = opened(tmp_path, file_bytes=1, files_kept=3)
+    for seq in range(3):
+        sink.write(record(seq=seq))
+    before = sorted(tmp_path.iterdir())
+
+    class Full(FileIO):
+        def write(self, data: Any) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trace_log, "_create", lambda path: Full(path, "x"))
+        for _ in range(20):
+            sink._retry_at = 0.0
+            sink.write(record(seq=3))
+    assert sorted(tmp_path.iterdir()) == before
+    sink._retry_at = 0.0
+    sink.write(record(seq=23))
+    assert [each.seq for each in read_trace(tmp_path)] == [1, 2, 23]
 
 
 def test_records_that_are_written_together_go_to_the_system_in_one_write(
@@ -388,7 +522,7 @@ def test_a_close_in_the_middle_of_a_write_is_quiet(tmp_path: Path, errors: list[
     class ClosesMeanwhile:
         def msg(self, line: bytes) -> None:
             sink.close()
-            sink._files.write(b"late")
+            sink._files.write(line)
 
     sink._log = ClosesMeanwhile()  # type: ignore[assignment]
     sink.write(FULL)

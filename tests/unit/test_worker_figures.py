@@ -88,16 +88,16 @@ def test_a_message_with_which_the_actors_crash_is_counted(tmp_path: Path, monkey
         assert counted(worker, "crashes", 2) == 2, "the word that the engine is warm is a message too"
 
 
-def test_a_tool_is_told_that_the_trace_has_ended(tmp_path: Path) -> None:
+def test_a_tool_is_told_that_the_trace_is_interrupted(tmp_path: Path) -> None:
     with running(tmp_path, ConnectorOptions(trace_directory=str(tmp_path / "traces"))) as worker:
         trace = worker._trace
         assert isinstance(trace, TraceWriter)
-        for ends in (False, True):
-            if ends:
-                trace._lines._switch_off(OSError("the disk is full"))
+        for is_full in (False, True):
+            if is_full:
+                trace._lines._interrupt(OSError("the disk is full"))
             (row,) = decode_inspected(send(worker, *encode_request(Inspect(number=1, what="engine")))).rows
             assert isinstance(row, EngineRow)
-            assert (row.trace_ended or "").endswith("jsonl: the disk is full") == ends
+            assert (row.trace_interrupted or "").endswith("jsonl: the disk is full") == is_full
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
 from connector.observe import catalogue
-from connector.observe.advice import NO_PARAMETERS, TRACE_ENDED_ADVICE, WHAT_TO_DO, told
+from connector.observe.advice import NO_PARAMETERS, TRACE_INTERRUPTED_ADVICE, WHAT_TO_DO, told
 from connector.observe.history import LeaseKey, LeasesGiven
 from connector.tools.diagnosis.finding import Finding, about, facts_of
 from connector.tools.diagnosis.reachable import left_in_peace
@@ -228,24 +228,24 @@ def releases(found: Survey, looked_for: Collection[str]) -> Iterator[Finding]:
 
 
 def traces(engines: Sequence[EngineReport]) -> Iterator[Finding]:
-    """Those that lack records, or have ended, which nobody sees who reads them."""
+    """Those that lack records, which not everybody sees who reads them."""
     for engine in engines:
         rows = engine.of(EngineRow)
         missing = sum(row.counts.trace_records_missing for row in rows)
-        ended = [row for row in rows if row.trace_ended is not None]
-        if ended:
-            of_how_many = f" on {len(ended)} of {len(rows)} ranks" if len(ended) < len(rows) else ""
+        interrupted = [row for row in rows if row.trace_interrupted is not None]
+        if interrupted:
+            where = f" on {len(interrupted)} of {len(rows)} ranks" if len(interrupted) < len(rows) else ""
             what = (
-                f"its trace has ended{of_how_many} until it starts again ({ended[0].trace_ended}): {missing} record(s) "
-                "are missing so far. Requests lose nothing, but no command that reads the trace sees what came after"
+                f"its trace is interrupted{where} until it can be written ({interrupted[0].trace_interrupted}): "
+                f"{missing} record(s) are missing so far. Requests lose nothing; what reads the trace does not see them"
             )
-            yield about(engine, "traces", "warning", what, TRACE_ENDED_ADVICE)
+            yield about(engine, "traces", "warning", what, TRACE_INTERRUPTED_ADVICE)
         elif missing:
             what = (
-                f"{missing} record(s) are missing in its trace, since its file system did not keep up. Requests lose "
-                "nothing; `nixl-actor trace summary` says when"
+                f"{missing} record(s) are missing in its trace, since its file system did not keep up or refused them. "
+                "Requests lose nothing; `nixl-actor trace summary` says when"
             )
-            advice = "see whether the file system of trace_directory hangs, use another one, or lower trace_sample"
+            advice = "see whether the file system of trace_directory hangs or fills, use another, or lower trace_sample"
             yield about(engine, "traces", "warning", what, advice)
 
 
