@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from connector.clock import NS_PER_SECOND, Clock
 from connector.observe.log import get_logger
+from connector.waiting_threads import NO_THREAD_LEFT
 from connector.weights import adapter_files, adapter_fingerprint
 
 if TYPE_CHECKING:
@@ -98,10 +99,10 @@ class _Adapter:
         self._has_looked.clear()
         try:
             threading.Thread(target=self._look, name="adapter-files", daemon=True).start()
-        except RuntimeError as error:  # at a limit of threads; the engine goes on
+        except RuntimeError:  # all that Python says of a thread that does not start; the engine goes on
             self.forget()
             self._has_looked.set()
-            _log.warning("the files of adapter %s cannot be read: %s", self._path, error)
+            _log.warning("the files of adapter %s cannot be read: %s", self._path, NO_THREAD_LEFT)
         if self._has_looked.wait(wait_seconds):
             return True
         _log.warning(

@@ -153,7 +153,7 @@ def test_a_thread_that_does_not_start_is_no_end_of_the_engine(tmp_path: Path, ca
     path = save_adapter(tmp_path / "adapter", 1.0)
     with no_thread_left():
         assert known.of(request(path)) is None
-    assert "can't start new thread" in caplog.text
+    assert "may have no more threads" in caplog.text
     clock.ns += LOOK_NS
     assert known.of(request(path)) is not None
 
