@@ -195,14 +195,14 @@ FAILED_NOTIFICATIONS = Metric(
 EXPIRED_LEASES = Metric(
     name="vllm:nixl_num_kv_expired_reqs",
     kind="counter",
-    documentation="Leases that ended before every consumer had read the blocks.",
+    documentation="Leases that ended before every reader had read the blocks.",
     side="P",
 )
 LATE_NOTIFICATIONS = Metric(
     name="vllm:nixl_num_notifications_after_expiry",
     kind="counter",
-    documentation="Consumers that say they have read blocks whose lease had expired before, one for each of their "
-    "ranks, however often it says so. A consumer with this connector does not use what it has read so late.",
+    documentation="Readers that say they have read blocks whose lease had expired before, one for each of their "
+    "ranks, however often it says so. A reader with this connector does not use what it has read so late.",
     side="P",
 )
 
@@ -502,9 +502,9 @@ PREFILLS_NOT_LENT = Metric(
 STRAY_RELEASES = Metric(
     name=f"{PREFIX}stray_releases",
     kind="counter",
-    documentation="Releases by consumers of what this engine does not know, has withdrawn or superseded, or cannot "
-    "tell apart (an id of two leases, without a number): it has restarted since, or somebody talks to the wrong "
-    "engine. Each repetition counts. A further release of a lease that its readers have released does not.",
+    documentation="Releases of what this engine does not know, has withdrawn or superseded, or cannot tell apart (an "
+    "id of two leases, without a number): it has restarted since, or somebody talks to the wrong engine. Each "
+    "repetition counts. A further release of a lease that its readers have released does not.",
     side="P",
 )
 TRACE_RECORDS_MISSING = Metric(
@@ -532,8 +532,8 @@ TURNED_AWAY = Metric(
 CRASHES = Metric(
     name=f"{PREFIX}crashes",
     kind="counter",
-    documentation="Mistakes in the connector: a task of its actors or of its handshake listener raised. The log has "
-    "the traceback. What it was about is lost; requests that failed of it are in "
+    documentation="Bugs of the connector: a task of its actors or of its handshake listener raised. The log has "
+    "the traceback. What it was about is lost; requests that failed because of it are in "
     "vllm:nixl_actor_failed_receives_total (ActorCrashed) too.",
     side="both",
 )

@@ -161,8 +161,9 @@ class EventLog:
             text = (
                 f"{blocks} KV blocks are in quarantine, because READs that have not ended may still write into them, "
                 f"and quarantine_limit allows {limit_blocks}: from now on nothing is read from any engine, so that the "
-                "pool does not drain. Requests whose KV is elsewhere fail at once (QuarantineFull; what that means is "
-                "up to kv_load_failure_policy), all others are served. Another line says when blocks have come back"
+                "rest of the pool is not lost too. Requests whose KV is elsewhere fail at once (QuarantineFull; "
+                "kv_load_failure_policy says what follows), all others are served. Another line says when blocks have "
+                "come back"
                 f"{_NAMES_ENGINES}"
             )
             self.write("quarantine full", text, logging.WARNING)

@@ -312,7 +312,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
             [
                 (rate("vllm:nixl_actor_transitions_total", "machine"), "{{machine}}"),
                 (rate("vllm:nixl_actor_trace_records_missing_total"), "missing in the trace"),
-                (rate("vllm:nixl_actor_crashes_total"), "mistakes in the connector"),
+                (rate("vllm:nixl_actor_crashes_total"), "bugs of the connector"),
             ],
             unit="ops",
         ),
