@@ -19,7 +19,7 @@
 # make crashes a fault at every await and every call of a port, one after the other; up to 32 (OF_A_SITE_MAX) of each
 #              place in the code of each process, spread over the run; some twenty minutes
 # make oracle  100,000 random pairs of models and engines: each read plan is carried out and judged by bytes
-# make mutants dozens of deliberately broken variants of the product, each of which an oracle of the simulator must notice
+# make mutants hundreds of deliberately broken variants of the product, each of which a test or an oracle must notice
 # make chaos MINUTES=5 SEED=1   real engines under load: prefill engines die, hang and come back, proxies misbehave and
 #                strangers call: no wrong answer, nothing left; BUILTIN=1 runs the same plan with the built-in connector
 # make fuzz MINUTES=10   damaged messages for every decoder of bytes from outside, and for the two sockets
