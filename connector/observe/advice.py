@@ -108,9 +108,9 @@ WHAT_TO_DO: dict[str, str] = {
     ),
     "BlocksConsumed": "have the router prefill a repeated request again: kv_transfer_params can be used once",
     "LeaseOver": (
-        "prefill again, and nothing else if P was restarted; raise lease_limit_seconds or kv_lease_duration if D's "
-        "queue is longer than these; if it is all requests of one engine, see with nixl-actor doctor whether another "
-        "has the same engine_id"
+        "prefill again, and nothing else if P was restarted; where its readers have released it, have the router use "
+        "kv_transfer_params once; raise lease_limit_seconds or kv_lease_duration if D's queue is longer than these; if "
+        "it is all requests of one engine, see with nixl-actor doctor whether another has the same engine_id"
     ),
     "LeaseNotProven": "see whether P's worker hangs, and whether D can reach its control socket",
     "ChecksumsMissing": "P's log says why (checksums); if its device lacks memory, lower gpu_memory_utilization there",
