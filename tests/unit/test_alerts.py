@@ -176,7 +176,7 @@ def test_an_alert_leads_to_its_entry_in_the_runbook(name: str) -> None:
     text = (OPERATIONS / "runbook.md").read_text()
     entry = re.search(rf"^## {name}$(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
     assert entry is not None
-    for part in ("**Means.**", "**Next.**", "**Do.**"):
+    for part in ("**Means.**", "**Next.**", "**Do.**", "**Over.**"):
         assert part in entry.group(1)
     following = entry.group(1).partition("**Next.**")[2].partition("**Do.**")[0]
     assert _COMMAND.search(following), f"no command to begin with: {following}"
