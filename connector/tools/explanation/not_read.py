@@ -36,7 +36,7 @@ from statemachine.failures import LeaseExpired
 LEASE_WAITING: dict[str, tuple[str, str]] = {
     "computing": ("the prefill engine computes its prompt", "when the prompt is computed, its blocks are lent to D"),
     "held": (
-        "the prefill engine holds its blocks, and no decode engine is known to read them",
+        "the prefill engine keeps its blocks, and no decode engine is known to read them",
         "when nobody asks for them in time, the lease expires and the blocks are freed",
     ),
 }
@@ -57,7 +57,7 @@ def explain_lease(case: Case, live: Live) -> Explanation:
     kind, outcome, advice, follows = None, "waiting", "see whether the router sent it to a decode engine", "nothing"
     if state == "held" and said is not None and said.row.holders:
         readers = ", ".join(each.engine_id or "built-in engines" for each in said.row.holders)
-        cause = f"The prefill engine holds its blocks for {readers}, for {how_long(since)}"
+        cause = f"The prefill engine keeps its blocks for {readers}, for {how_long(since)}"
         follows = "when all of them have released it, the blocks are freed"
         advice = "ask those decode engines too (--engine)"
     elif state in LEASE_WAITING:
