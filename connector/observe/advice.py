@@ -103,7 +103,8 @@ WHAT_TO_DO: dict[str, str] = {
     ),
     "WrongPrompt": (
         "have the router prefill each prompt by itself, and hand kv_transfer_params to no other; a call with several "
-        "prompts, a tokenizer or chat template that differs, an adapter of another name, or a prompt that is cut where "
+        "prompts, a tokenizer or chat template that differs, one that writes the date, at midnight or where P and D "
+        "are in different time zones (nixl-actor doctor), an adapter of another name, or a prompt that is cut where "
         "--max-model-len differs makes another prompt of it"
     ),
     "BlocksConsumed": "have the router prefill a repeated request again: kv_transfer_params can be used once",

