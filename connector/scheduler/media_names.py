@@ -8,7 +8,9 @@ client may give a name itself (`uuid`), which counts as any other: one that call
 the prompt computed there.
 
 An engine that loads KV may be sent an image whose embeddings are left out, with a name that is then of what is left. So
-where not all is there nothing is compared either. To compute such a prompt would end D (docs/limits.md).
+where not all is there nothing is compared either. To compute such a prompt would end D (docs/limits.md). Or it is sent
+the tokens alone, or embeddings that are one number over and over, as by Dynamo, because what it loads needs no more:
+nothing is compared there either, and to compute such a prompt would answer to no image at all.
 
 Where vLLM caches neither prefixes nor media it hashes nothing and numbers them: the first one of each engine has the
 same name, so that those are no names at all.
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
 _BYTES_OF_A_TOKEN_MIN = 16
 """What is left without pixels and embeddings are a few numbers for a whole image."""
+_EMBEDDINGS = "embeds"
+"""In the names of fields that hold what an encoder made of an image."""
 _DIGITS = 24
 """Hexadecimal: 96 bits of how names are made, and as many of the names."""
 
@@ -60,6 +64,12 @@ class MediaNames:
         names = sorted((each.mm_position.offset, each.mm_hash or each.identifier) for each in named)
         return f"{self._made_by}:{_digest(names)}"
 
+    def to_compare(self, request: Request, tokens: int) -> str | None:
+        """D: as `of`. None where nothing begins there, too: an image that P had left its tokens in the prompt, which
+        nobody can compute without it."""
+        has_any = any(each.mm_position.offset < tokens for each in request.mm_features or ())
+        return self.of(request, tokens) if has_any else None
+
 
 def differ(one: str, other: str) -> bool:
     """Whether these are known to be of other media: made in the same way, and not equal."""
@@ -69,10 +79,22 @@ def differ(one: str, other: str) -> bool:
 def _is_there(media: MultiModalFeatureSpec) -> bool:
     """Whether it could be computed. What vLLM keeps in memory that its processes share (`mm_processor_cache_type` shm)
     is not seen, and counts as missing."""
-    if media.data is None:
+    if media.data is None or any(_is_stand_in(name, field.data) for name, field in media.data.items()):
         return False
     tokens: int = media.mm_position.length
     return sum(_bytes(field.data) for field in media.data.values()) >= _BYTES_OF_A_TOKEN_MIN * tokens
+
+
+def _is_stand_in(name: str, data: object) -> bool:
+    """Whether it is in the place of embeddings, and is none: no encoder makes a row of one number."""
+    if isinstance(data, list | tuple):
+        return len(data) > 0 and all(_is_stand_in(name, each) for each in data)
+    if _EMBEDDINGS not in name or not isinstance(data, torch.Tensor) or not data.numel():
+        return False
+    row = data
+    while row.dim() > 1:
+        row = row[0]
+    return bool((row == row.reshape(-1)[0]).all())
 
 
 def _bytes(data: object) -> int:

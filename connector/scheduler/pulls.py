@@ -328,7 +328,7 @@ class Pulls:
         """Whether the lender is known to have had other images, or sound, in the places of the same tokens."""
         if remote.media_names is None:
             return False
-        ours = self._media.of(request, remote.num_tokens or 0)
+        ours = self._media.to_compare(request, remote.num_tokens or 0)
         if ours is None or not differ(ours, remote.media_names):
             return False
         self._of_other_media += 1

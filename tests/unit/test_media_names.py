@@ -43,6 +43,7 @@ def config(
 
 PIXELS = torch.zeros(3, 8, 8)
 GRID = torch.tensor([[1, 4, 4]])
+EMBEDDINGS = torch.arange(64.0).reshape(8, 8)
 
 
 def image(
@@ -154,18 +155,23 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> dict[str, HybridEngine]:
     [
         ("d", [image("a")], True),
         ("d", [image("b")], False),
-        ("d", [], False),
         ("d", [image("a"), image("b", 40)], False),
         ("elsewhere", [image("b")], True),
         # Computing these would end D.
         ("d", [image("b", fields={"image_grid_thw": GRID})], True),
         ("d", [image("b", fields={"image_grid_thw": [GRID[0]]})], True),
         ("d", [image("b", fields=None)], True),
-        ("d", [image("b", fields={"image_embeds": [PIXELS[0], PIXELS[1]]})], False),
+        ("d", [image("b", fields={"image_embeds": [EMBEDDINGS, EMBEDDINGS]})], False),
+        # What Dynamo gives a decode engine. Computing these would answer to no image.
+        ("d", [], True),
+        ("d", [image("b", fields={"image_embeds": torch.full((8, 8), 3.0), "image_grid_thw": GRID})], True),
+        ("d", [image("b", fields={"image_embeds": [torch.zeros(4, 8), torch.zeros(4, 8)]})], True),
+        ("d", [image("b", fields={"pixel_values": torch.ones(3, 8, 8)})], False),
     ],
     ids=[
-        *("equal", "other", "none", "one more", "named in another way"),
+        *("equal", "other", "one more", "named in another way"),
         *("left out", "left out of a list", "not in this process", "embeddings"),
+        *("tokens alone", "one number for embeddings", "one number in a list", "of one colour"),
     ],
 )
 def test_a_prompt_with_other_images_is_computed(
@@ -194,6 +200,15 @@ def test_names_of_what_p_was_sent_without_its_embeddings_are_not_said(engines: d
     engines["p"].run("a", PROMPT, REMOTE_DECODE, mm_features=[image("a", fields={"image_grid_thw": GRID})])
     assert "media_names" not in engines["p"].params["a"]
     assert engines["d"].load("r", PROMPT, engines["p"].params["a"], mm_features=[image("b")]).num_tokens
+
+
+def test_an_image_where_p_had_none_is_computed(engines: dict[str, HybridEngine]) -> None:
+    engines["p"].run("a", PROMPT, REMOTE_DECODE, mm_features=[])
+    engines["d"].submit("r", PROMPT, engines["p"].params["a"], max_tokens=2, mm_features=[image("b")])
+    engines["d"].step()
+    assert [type(each) for each in engines["d"].commands if isinstance(each, StartPull | ReleaseUnread)] == [
+        ReleaseUnread
+    ]
 
 
 def test_a_prompt_that_goes_on_with_another_image_is_loaded_as_far(engines: dict[str, HybridEngine]) -> None:

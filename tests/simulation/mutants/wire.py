@@ -182,6 +182,18 @@ IDENTITY = (
         place=ByTest("tests/unit/test_media_names.py::test_a_prompt_with_other_images_is_computed"),
     ),
     Mutant(
+        name="a prompt is computed with one number for its embeddings",
+        broken="D computes a prompt with other images although it was sent nothing that they could be seen in",
+        changes=(_edit_late("scheduler.media_names:_is_stand_in", "_EMBEDDINGS not in name", "True"),),
+        place=ByTest("tests/unit/test_media_names.py::test_a_prompt_with_other_images_is_computed"),
+    ),
+    Mutant(
+        name="the tokens of an image are computed without it",
+        broken="D computes a prompt that P had with images although it was sent none, only their tokens",
+        changes=(_edit_late("scheduler.media_names:MediaNames.to_compare", "if has_any else None", ""),),
+        place=ByTest("tests/unit/test_media_names.py::test_a_prompt_with_other_images_is_computed"),
+    ),
+    Mutant(
         name="embeddings are all alike",
         row=32,
         broken="a prompt that is given as embeddings is known by their number",
