@@ -10,7 +10,9 @@ the prompt computed there.
 An engine that loads KV may be sent an image whose embeddings are left out, with a name that is then of what is left. So
 where not all is there nothing is compared either. To compute such a prompt would end D (docs/limits.md). Or it is sent
 the tokens alone, or embeddings that are one number over and over, as by Dynamo, because what it loads needs no more:
-nothing is compared there either, and to compute such a prompt would answer to no image at all.
+nothing is compared there either, and to compute such a prompt would answer to no image at all. vLLM's prefix cache sees
+no more than D was sent, and would give one image's KV to a prompt with another one behind equal tokens. So what P says
+of them goes into the hashes of such a prompt.
 
 Where vLLM caches neither prefixes nor media it hashes nothing and numbers them: the first one of each engine has the
 same name, so that those are no names at all.
@@ -69,6 +71,22 @@ class MediaNames:
         nobody can compute without it."""
         has_any = any(each.mm_position.offset < tokens for each in request.mm_features or ())
         return self.of(request, tokens) if has_any else None
+
+    def separate(self, request: Request, theirs: str | None, tokens: int) -> None:
+        """D: where a prompt does not show the media that P had among so many tokens, let `theirs`, P's names of them,
+        tell its blocks apart in the prefix cache. For a request that the scheduler has not looked at."""
+        if theirs is None or self._made_by is None or not self._is_hidden(request, theirs, tokens):
+            return
+        request.cache_salt = f"{request.cache_salt or ''}{theirs}"
+        request.block_hashes.clear()
+        request.update_block_hashes()
+
+    def _is_hidden(self, request: Request, theirs: str, tokens: int) -> bool:
+        named = [each for each in request.mm_features or () if each.mm_position.offset < tokens]
+        if not named:
+            return theirs != self.of(request, tokens)
+        # What is not in this process was, when it was named.
+        return any(each.data is not None and not _is_there(each) for each in named)
 
 
 def differ(one: str, other: str) -> bool:

@@ -176,6 +176,7 @@ class Pulls:
             return WaitingPull(
                 error.failure, tokens=tokens, at_least=0, heard_ns=now_ns, prompt_tokens=request.num_prompt_tokens
             )
+        self._media.separate(request, remote.media_names, remote.num_tokens or 0)
         at_least = self._options.decode_recompute_threshold
         return WaitingPull(
             remote,

@@ -50,6 +50,8 @@ class Answer:
     finish_reason: str | None
     kv_transfer_params: dict[str, Any] | None
     prompt_tokens: int
+    prompt_token_ids: tuple[int, ...]
+    """Of a chat; an image is as many tokens there as the model sees."""
     cached_tokens: int
     """Prompt tokens that the engine did not compute itself, where it says so."""
     error: str
@@ -385,6 +387,7 @@ def _answer(response: httpx.Response, seconds: float) -> Answer:
         finish_reason=choice["finish_reason"],
         kv_transfer_params=body.get("kv_transfer_params"),
         prompt_tokens=usage.get("prompt_tokens", 0),
+        prompt_token_ids=tuple(body.get("prompt_token_ids") or ()),
         cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
         error="",
         seconds=seconds,
@@ -399,6 +402,7 @@ def _no_answer(error: str, seconds: float, status: int = NO_ANSWER) -> Answer:
         finish_reason=None,
         kv_transfer_params=None,
         prompt_tokens=0,
+        prompt_token_ids=(),
         cached_tokens=0,
         error=error,
         seconds=seconds,

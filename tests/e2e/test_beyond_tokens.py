@@ -243,6 +243,19 @@ def test_what_a_client_calls_an_image_is_its_name(pair: Pair) -> None:
             assert pair.computed_for_other_media() == before + 1
 
 
+def test_images_of_which_d_is_sent_the_tokens_alone(pair: Pair) -> None:
+    """As by a router that expects D to load everything. D's prefix cache has each under its own name."""
+    prompts = of_images("tokens alone")
+    for time in ("first", "again"):
+        for name, each in prompts.items():
+            key = f"{name}-{time}-tokens"
+            prefilled = pair.service.prefill(each, key)
+            assert prefilled.kv_transfer_params is not None
+            answer = pair.service.decode(list(prefilled.prompt_token_ids), prefilled.kv_transfer_params, key)
+            blocks = blocks_of(answer.prompt_tokens) if time == "first" else 1
+            pair.assert_read(answer, pair.service.alone(each), key, blocks)
+
+
 def test_only_its_own_conversation_reads_an_answer_back(pair: Pair, kind: Kind) -> None:
     """Of embeddings the prompt alone: what D has sampled behind it comes back as embeddings, not as tokens."""
     topic = "conversation"

@@ -211,6 +211,48 @@ def test_an_image_where_p_had_none_is_computed(engines: dict[str, HybridEngine])
     ]
 
 
+STAND_INS = {
+    "tokens alone": [],
+    "one number for embeddings": [image("x", fields={"image_embeds": torch.zeros(8, 8), "image_grid_thw": GRID})],
+    "left out": [image("x", fields={"image_grid_thw": GRID})],
+}
+
+
+@pytest.mark.parametrize("images", STAND_INS.values(), ids=STAND_INS)
+@pytest.mark.parametrize("salt", [None, "of a tenant"])
+def test_the_prefix_cache_of_d_tells_images_apart_that_it_was_not_given(
+    engines: dict[str, HybridEngine], images: list[MultiModalFeatureSpec], salt: str | None
+) -> None:
+    prefill, decode = engines["p"], engines["d"]
+    reads = []
+    for prefilled, name in (("a1", "a"), ("b1", "b"), ("a2", "a")):
+        prefill.run(prefilled, PROMPT, REMOTE_DECODE, mm_features=[image(name)])
+        decode.submit(prefilled, PROMPT, prefill.params[prefilled], mm_features=images, cache_salt=salt)
+        decode.step()
+        if decode.is_released_unread(prefilled):
+            reads.append(0)
+        else:
+            reads.append(sum(len(each.local_block_ids) for each in decode.pull_of(prefilled).groups))
+            decode.loaded(prefilled)
+        while prefilled not in decode.finished:
+            decode.step()
+    whole = -(-len(PROMPT) // BLOCK_TOKENS)
+    assert reads[:2] == [whole, whole]
+    assert reads[2] < whole, "the same image again is in the cache"
+
+
+def test_what_tells_its_images_itself_or_has_none_is_in_the_cache_under_its_own_hashes(
+    engines: dict[str, HybridEngine],
+) -> None:
+    prefill, decode = engines["p"], engines["d"]
+    for name, images in {"text": [], "image": [image("a")], "elsewhere": [image("a", fields=None)]}.items():
+        prefill.run(name, PROMPT, REMOTE_DECODE, mm_features=images and [image("a")])
+        given = {"mm_features": images}
+        plain = decode.submit(f"{name} alone", PROMPT, None, **given)
+        pulled = decode.submit(name, PROMPT, prefill.params[name], **given)
+        assert pulled.block_hashes == plain.block_hashes
+
+
 def test_a_prompt_that_goes_on_with_another_image_is_loaded_as_far(engines: dict[str, HybridEngine]) -> None:
     engines["p"].run("a", PROMPT, REMOTE_DECODE, mm_features=[image("a")])
     more = [image("a"), image("b", len(PROMPT))]

@@ -194,6 +194,26 @@ IDENTITY = (
         place=ByTest("tests/unit/test_media_names.py::test_a_prompt_with_other_images_is_computed"),
     ),
     Mutant(
+        name="the prefix cache takes images that D was not given for equal",
+        broken="of D's prefix cache one image's KV is used for another one, of which D was sent the tokens alone",
+        changes=(
+            _edit_late("scheduler.media_names:MediaNames._is_hidden", "theirs != self.of(request, tokens)", "False"),
+        ),
+        place=ByTest(
+            "tests/unit/test_media_names.py::"
+            "test_the_prefix_cache_of_d_tells_images_apart_that_it_was_not_given[None-tokens alone]"
+        ),
+    ),
+    Mutant(
+        name="the prefix cache takes images for hidden that another process has",
+        broken="what D was given is not found in its prefix cache when it comes without parameters",
+        changes=(_edit_late("scheduler.media_names:MediaNames._is_hidden", "each.data is not None and not", "not"),),
+        place=ByTest(
+            "tests/unit/test_media_names.py::"
+            "test_what_tells_its_images_itself_or_has_none_is_in_the_cache_under_its_own_hashes"
+        ),
+    ),
+    Mutant(
         name="embeddings are all alike",
         row=32,
         broken="a prompt that is given as embeddings is known by their number",
