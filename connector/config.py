@@ -233,8 +233,8 @@ def check_trace_directory(options: ConnectorOptions) -> None:
         raise OptionError("trace_directory", problem) from None
 
 
-def warn_of_idle_options(extra_config: Mapping[str, Any], options: ConnectorOptions) -> None:
-    """One line for each option that was set and has no effect."""
+def warn_of_options(extra_config: Mapping[str, Any], options: ConnectorOptions) -> None:
+    """One line for each option that was set and has no effect, or takes a promise away."""
     for name in _OF_READ_BACK:
         if name in extra_config and not options.bidirectional_kv_xfer:
             _log.warning("Option %s has no effect without bidirectional_kv_xfer", name)
@@ -243,6 +243,11 @@ def warn_of_idle_options(extra_config: Mapping[str, Any], options: ConnectorOpti
             _log.warning("Option %s has no effect without trace_directory", name)
     if options.num_threads and "UCX" in options.backends:
         _log.warning("Option num_threads has no effect with the back end UCX: its threads may lose blocks unnoticed")
+    if set(options.backends) != {"UCX"}:
+        _log.warning(
+            "Option backends is %s: what is promised of READs that fail holds for UCX alone (docs/limits.md)",
+            ", ".join(options.backends),
+        )
     if options.allow_insecure_peers and all(getattr(options, name) is None for name in _OF_KEYS):
         _log.warning("Option allow_insecure_peers has no effect without %s", " or ".join(_OF_KEYS))
 

@@ -27,7 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from connector.clock import BootClock
-from connector.config import parse_options, warn_of_idle_options
+from connector.config import parse_options, warn_of_options
 from connector.observe.stats import ConnectorPromMetrics, ConnectorStats
 from connector.plugin import register
 from connector.scheduler.cache_groups import has_windows_of_other_blocks
@@ -74,7 +74,7 @@ class NixlActorConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: ConnectorScheduler | None = None
         self._worker: ConnectorWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
-            warn_of_idle_options(extra_config, options)
+            warn_of_options(extra_config, options)
             self._scheduler = ConnectorScheduler(
                 vllm_config, kv_cache_config, options, clock=BootClock(), life=uuid.uuid4().hex
             )

@@ -1,4 +1,4 @@
-"""A peer in a process of its own, for tests that pause or kill it: `python -m tests.conformance.nixl_peer`.
+"""A peer in a process of its own, for tests that pause or kill it: `python -m tests.conformance.nixl_peer BACKEND...`.
 
 It registers memory that follows `nixl_suite.pattern`, says so in one line, and then does what it is told, one JSON
 object a line, until its standard input ends. Lines of its own begin with "@", as NIXL writes to standard output too.
@@ -64,7 +64,7 @@ def main() -> None:
     for block in range(BLOCKS):
         memory[block] = np.frombuffer(pattern(block), dtype=np.uint8)
     address = memory.ctypes.data
-    port = RealNixlPort.open(f"peer-{uuid.uuid4()}", [MemoryRange(address, memory.nbytes)])
+    port = RealNixlPort.open(f"peer-{uuid.uuid4()}", [MemoryRange(address, memory.nbytes)], sys.argv[1:])
     trio.run(serve, port, address)
     os._exit(0)  # the memory may have holes by now: nothing may look at it again
 

@@ -138,7 +138,8 @@ class ProcessPeer(Peer):
 
 
 class RealWorld(NixlWorld):
-    def __init__(self) -> None:
+    def __init__(self, backends: tuple[str, ...] = ("UCX",)) -> None:
+        self.backends = backends
         self.ports: list[RealNixlPort] = []
         self.processes: list[trio.Process] = []
 
@@ -146,14 +147,14 @@ class RealWorld(NixlWorld):
         self, ranges: Sequence[MemoryRange], *, stepwise: bool = False, agent_name: AgentName | None = None
     ) -> NixlPort:
         with transports(stepwise):
-            port = RealNixlPort.open(agent_name or f"port-{uuid.uuid4()}", ranges)
+            port = RealNixlPort.open(agent_name or f"port-{uuid.uuid4()}", ranges, self.backends)
         self.ports.append(port)
         return port
 
     async def open_peer(self, *, stepwise: bool) -> Peer:
         with transports(stepwise) as environment:
             process = await trio.lowlevel.open_process(
-                [sys.executable, "-m", "tests.conformance.nixl_peer"],
+                [sys.executable, "-m", "tests.conformance.nixl_peer", *self.backends],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 cwd=ROOT,

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from connector.config import ConnectorOptions, OptionError, in_force, parse_options, warn_of_idle_options
+from connector.config import ConnectorOptions, OptionError, in_force, parse_options, warn_of_options
 
 
 def _error(extra: dict[Any, Any]) -> OptionError:
@@ -160,11 +160,11 @@ def test_address_ranges() -> None:
 def test_allowing_insecure_peers_without_keys_is_said_to_be_idle(caplog: pytest.LogCaptureFixture) -> None:
     idle = {"allow_insecure_peers": True}
     with caplog.at_level(logging.WARNING):
-        warn_of_idle_options(idle, parse_options(idle, {}))
+        warn_of_options(idle, parse_options(idle, {}))
         assert len(caplog.records) == 1
         for name in ("curve_directory", "params_keys_file"):
             useful = {**idle, name: "/keys"}
-            warn_of_idle_options(useful, parse_options(useful, {}))
+            warn_of_options(useful, parse_options(useful, {}))
     assert len(caplog.records) == 1
 
 
@@ -172,18 +172,18 @@ def test_options_without_effect_are_accepted_with_a_warning(caplog: pytest.LogCa
     options = {"kv_recompute_threshold": 128, "decoder_kv_blocks_ttl": 60}
     both = {**options, "bidirectional_kv_xfer": True}
     with caplog.at_level(logging.WARNING):
-        warn_of_idle_options(both, parse_options(both, {}))
+        warn_of_options(both, parse_options(both, {}))
         assert not caplog.records
-        warn_of_idle_options(options, parse_options(options, {}))
+        warn_of_options(options, parse_options(options, {}))
     assert [record.args for record in caplog.records] == [("kv_recompute_threshold",), ("decoder_kv_blocks_ttl",)]
 
 
 def test_options_of_a_trace_that_is_not_written_are_said_to_be_idle(caplog: pytest.LogCaptureFixture) -> None:
     options = {"trace_sample": 0.1, "trace_file_bytes": 1 << 20, "trace_files_kept": 2}
     with caplog.at_level(logging.WARNING):
-        warn_of_idle_options(options, parse_options(options, {"NIXL_ACTOR_TRACE_DIR": "/tmp/trace"}))
+        warn_of_options(options, parse_options(options, {"NIXL_ACTOR_TRACE_DIR": "/tmp/trace"}))
         assert not caplog.records
-        warn_of_idle_options(options, parse_options(options, {}))
+        warn_of_options(options, parse_options(options, {}))
     assert [record.args for record in caplog.records] == [
         ("trace_file_bytes",),
         ("trace_files_kept",),
@@ -194,7 +194,7 @@ def test_options_of_a_trace_that_is_not_written_are_said_to_be_idle(caplog: pyte
 
 def test_no_warning_without_them(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        warn_of_idle_options({"transfer_retries": 2}, parse_options({"transfer_retries": 2}, {}))
+        warn_of_options({"transfer_retries": 2}, parse_options({"transfer_retries": 2}, {}))
     assert not caplog.records
 
 
@@ -206,8 +206,20 @@ def test_threads_of_ucx_are_said_to_be_idle(
 ) -> None:
     options = {"num_threads": 4, "backends": backends}
     with caplog.at_level(logging.WARNING):
-        warn_of_idle_options(options, parse_options(options, {}))
-    assert ["num_threads has no effect" in record.message for record in caplog.records] == [True] * is_idle
+        warn_of_options(options, parse_options(options, {}))
+    assert ["has no effect" in each.message for each in caplog.records if "num_threads" in each.message] == [
+        True
+    ] * is_idle
+
+
+@pytest.mark.parametrize("backends", [["UCX"], ["LIBFABRIC"], ["UCX", "GDS"]])
+def test_other_back_ends_than_ucx_are_said_to_promise_less(
+    backends: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        warn_of_options({"backends": backends}, parse_options({"backends": backends}, {}))
+    said = [each.message for each in caplog.records if "holds for UCX alone" in each.message]
+    assert len(said) == (backends != ["UCX"])
 
 
 @pytest.mark.parametrize(

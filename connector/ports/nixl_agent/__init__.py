@@ -5,6 +5,7 @@
     call_queue  how it gets there
     thread      the loop of that thread
     core        the agent with everything that belongs to it
+    other_back_ends  the same, where its data does not move over UCX
     listeners   at which UCX is connected to
     looks       which READs in flight it asks about when
     poll_cost   whether a poll has moved data, by what it cost

@@ -105,7 +105,7 @@ class _List:
         return int(self.run_lengths_bytes[np.searchsorted(self.run_ends, ids, side="right")].sum())
 
 
-class _Read:
+class Read:
     """A READ from `agent`.
 
     Attributes:
@@ -179,12 +179,12 @@ class AgentCore:
         self.agents: dict[AgentName, bytes] = {}
         """With a digest of the metadata that each was loaded with."""
         self.lists: dict[DescriptorListHandle, _List] = {}
-        self.reads: dict[ReadHandle, _Read] = {}
+        self.reads: dict[ReadHandle, Read] = {}
         """READs in flight."""
         self._looks = Looks()  # has the same READs
         self.looked_at = 0
         """READs that the last poll asked about: of those in flight, and the first ones from peers."""
-        self.errored: dict[ReadHandle, _Read] = {}
+        self.errored: dict[ReadHandle, Read] = {}
         """READs that ended with an error and may still write; their handles are kept."""
         self.first_reads: dict[AgentName, Any] = {}
         """Handles of READs that no request has asked for, in flight. See the module's rules."""
@@ -192,9 +192,9 @@ class AgentCore:
         """Agents from which something was read."""
         self.notification_polls_lost = 0
         self._leaving: set[AgentName] = set()
-        self._done: list[tuple[ReadHandle, _Read]] = []
+        self._done: list[tuple[ReadHandle, Read]] = []
         """READs that are done and not yet tidied up."""
-        self._unreleasable: list[_Read] = []
+        self._unreleasable: list[Read] = []
         self._received: list[NixlEvent] = []
 
     def add_remote_agent(self, metadata: bytes) -> AgentName:
@@ -238,6 +238,12 @@ class AgentCore:
             return
         self._leaving.discard(name)
         del self.agents[name]
+        self._forget_agent(name)
+        for handle in [handle for handle, read in self.errored.items() if read.agent == name]:
+            if self._release(self.errored[handle]):
+                del self.errored[handle]
+
+    def _forget_agent(self, name: AgentName) -> None:
         self._met.discard(name)
         try:
             self._agent.remove_remote_agent(name)
@@ -245,9 +251,6 @@ class AgentCore:
             # Nothing is raised: this may come after the end of a READ, which somebody waits for.
             _log.warning("NIXL keeps agent %s, which nobody reads from any more: %s", name, self.describe(error)[0])
         self._forget_first_read(name)
-        for handle in [handle for handle, read in self.errored.items() if read.agent == name]:
-            if self._release(self.errored[handle]):
-                del self.errored[handle]
 
     def prepare(self, handle: DescriptorListHandle, agent: AgentName | None, runs: Sequence[MemoryRun]) -> None:
         """Prepare a list under the port's `handle`; `agent` is None for local memory."""
@@ -325,7 +328,7 @@ class AgentCore:
         except self._nixl.nixlBind.nixlNotFoundError as error:
             raise CallRefused(f"NIXL has forgotten agent {remote_list.agent}: {error}", transport_lost=True) from None
         length_bytes = local_list.length_bytes(local_ids)
-        read = self.reads[handle] = _Read(remote_list.agent, transfer, probe, length_bytes, len(local_ids))
+        read = self.reads[handle] = Read(remote_list.agent, transfer, probe, length_bytes, len(local_ids))
         self._looks.add(handle, (read.agent, False))
         try:
             state = self._agent.transfer(transfer)
@@ -373,7 +376,7 @@ class AgentCore:
                 ended.append(event)
         return ended
 
-    def _look_at(self, handle: ReadHandle, read: _Read) -> PortReadEnded | None:
+    def _look_at(self, handle: ReadHandle, read: Read) -> PortReadEnded | None:
         """The end of a READ, if it has one by now."""
         try:
             state = self._agent.check_xfer_state(read.probe if read.is_probing else read.transfer)
@@ -385,7 +388,7 @@ class AgentCore:
             return self._end(handle, read, read.post_error or self.describe(error))
         return self._take_state(handle, read, state)
 
-    def _take_state(self, handle: ReadHandle, read: _Read, state: str) -> PortReadEnded | None:
+    def _take_state(self, handle: ReadHandle, read: Read, state: str) -> PortReadEnded | None:
         """What NIXL's state means for a READ: its end, or None while it is in flight."""
         if state != "DONE":
             return None
@@ -404,7 +407,7 @@ class AgentCore:
         return self._end(handle, read, read.post_error)
 
     def _end(
-        self, handle: ReadHandle, read: _Read, failure: tuple[str, bool] | None, *, is_forgotten: bool = False
+        self, handle: ReadHandle, read: Read, failure: tuple[str, bool] | None, *, is_forgotten: bool = False
     ) -> PortReadEnded:
         """Take a READ out of flight. `is_forgotten`: NIXL knows nothing of it any more, also not whether it is over."""
         ended_ns = CLOCK.now_ns()
@@ -458,7 +461,7 @@ class AgentCore:
         except Exception:
             return 0.0, 0.0
 
-    def _release(self, read: _Read) -> bool:
+    def _release(self, read: Read) -> bool:
         """Release a READ. False when NIXL refuses; then its handle has to be kept until the agent's end."""
         try:
             for transfer in (read.transfer, read.probe):

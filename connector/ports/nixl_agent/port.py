@@ -51,6 +51,7 @@ from connector.ports.nixl import (
 from connector.ports.nixl_agent import listeners
 from connector.ports.nixl_agent.calls import Call, CallRefused, Outgoing, ReadOrdered, ThreadEnded
 from connector.ports.nixl_agent.core import AgentCore, Scratch
+from connector.ports.nixl_agent.other_back_ends import OtherBackEndCore
 from connector.ports.nixl_agent.thread import AgentThread
 from connector.thread_mailbox import ThreadMailbox
 
@@ -133,7 +134,8 @@ class RealNixlPort:
         def make_core() -> AgentCore:
             if prepare_thread is not None:
                 prepare_thread()
-            return AgentCore(agent_name, ranges, backends, num_threads, package, scratch, owner)
+            kind = AgentCore if "UCX" in backends else OtherBackEndCore
+            return kind(agent_name, ranges, backends, num_threads, package, scratch, owner)
 
         port._thread = AgentThread(make_core, f"nixl-{agent_name}"[:64], port._deliver, port._backlog)
         try:
