@@ -261,6 +261,12 @@ def _check_together(options: ConnectorOptions, extra_config: Mapping[str, Any]) 
             problem = f"option {option} ({values[option]:g}) is {relation} {other} ({values[other]:g}): {why}"
             raise OptionError(option, problem)
 
+    if {"UCX", "LIBFABRIC"} <= set(options.backends):
+        problem = (
+            "option backends names UCX and LIBFABRIC: NIXL would choose one for each READ, and what an error of a READ "
+            "says depends on which; name one of both"
+        )
+        raise OptionError("backends", problem)
     lease_seconds, request_seconds = options.kv_lease_duration, options.request_timeout_seconds
     require(
         options.backoff_max_seconds >= options.backoff_initial_seconds,

@@ -198,9 +198,7 @@ def test_no_warning_without_them(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.records
 
 
-@pytest.mark.parametrize(
-    ("backends", "is_idle"), [(["UCX"], True), (["LIBFABRIC", "UCX"], True), (["LIBFABRIC"], False)]
-)
+@pytest.mark.parametrize(("backends", "is_idle"), [(["UCX"], True), (["GDS", "UCX"], True), (["LIBFABRIC"], False)])
 def test_threads_of_ucx_are_said_to_be_idle(
     backends: list[str], is_idle: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -210,6 +208,12 @@ def test_threads_of_ucx_are_said_to_be_idle(
     assert ["has no effect" in each.message for each in caplog.records if "num_threads" in each.message] == [
         True
     ] * is_idle
+
+
+def test_two_back_ends_for_one_read_are_refused() -> None:
+    with pytest.raises(OptionError, match="name one of both") as refused:
+        parse_options({"backends": ["LIBFABRIC", "UCX", "GDS"]}, {})
+    assert refused.value.option == "backends"
 
 
 @pytest.mark.parametrize("backends", [["UCX"], ["LIBFABRIC"], ["UCX", "GDS"]])
