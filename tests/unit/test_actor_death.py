@@ -42,14 +42,18 @@ from connector.config import parse_options
 signal.signal(signal.SIGTERM, lambda *_: print("asked to end", flush=True))
 def start(thread):
     raise RuntimeError("can't start new thread")
-dying = threading.Thread(target=act_on, args=(parse_options({"on_actor_death": sys.argv[1]}), "its actors died"))
-dying.start()
+is_at_limit = threading.Event()
+def die():
+    is_at_limit.wait()
+    act_on(parse_options({"on_actor_death": sys.argv[1]}), "its actors died")
+threading.Thread(target=die).start()
 threading.Thread.start = start
+is_at_limit.set()
 for _ in range(600):
     time.sleep(0.1)
 print("lives on")
 """
-"""As `BUSY`, in a process that may have no more threads. It waits for the interpreter before it needs one."""
+"""As `BUSY`, in a process that may have no more threads once `die` runs."""
 
 
 def die(how: str, program: str = DIES) -> subprocess.CompletedProcess[str]:
