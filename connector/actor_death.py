@@ -20,6 +20,7 @@ import threading
 
 from connector.config import ConnectorOptions
 from connector.observe.log import get_logger
+from connector.waiting_threads import NoThreadLeft, start_thread
 from connector.wire.bounded import shorten
 
 REASON_LENGTH_MAX = 300
@@ -48,7 +49,7 @@ def act_on(options: ConnectorOptions, reason: str) -> None:
     hard_end = threading.Timer(ORDERLY_END_SECONDS, os._exit, (EXIT_STATUS,))
     hard_end.daemon = True  # an interpreter that ends in order does not wait for it
     try:
-        hard_end.start()
-    except RuntimeError:  # at a limit of threads, of which this may be what comes
+        start_thread(hard_end)
+    except NoThreadLeft:  # of which this may be what comes
         signal.alarm(math.ceil(ORDERLY_END_SECONDS))  # which ends the process where nobody takes that signal
     os.kill(os.getpid(), signal.SIGTERM)

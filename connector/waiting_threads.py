@@ -1,11 +1,13 @@
-"""Calls that may wait, for a file system or a name server, in threads beside the trio loop.
+"""Threads beside the trio loop, and calls in them that may wait, for a file system or a name server.
 
-Each has a thread of its own, because one that hangs keeps it. Where the process may have no more threads the call is
-not made. That is no mistake of ours, and the same call may be made later, so it is raised as a type of its own.
+Each call has a thread of its own, because one that hangs keeps it. Where the process may have no more threads none is
+started, and the call is not made. That is no mistake of ours, and the same may be tried later, so it is raised as a
+type of its own.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -17,10 +19,18 @@ NO_THREAD_LEFT = "this process may have no more threads (`ulimit -u`, or pids.ma
 
 
 class NoThreadLeft(Exception):
-    """The call was not made."""
+    """The thread was not started, or the call not made."""
 
     def __init__(self) -> None:
         super().__init__(NO_THREAD_LEFT)
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Raises NoThreadLeft."""
+    try:
+        thread.start()
+    except RuntimeError as error:  # all that Python says of a thread that does not start
+        raise NoThreadLeft from error
 
 
 async def call_in_thread(call: Callable[[], T]) -> T:
@@ -34,7 +44,7 @@ async def call_in_thread(call: Callable[[], T]) -> T:
 
     try:
         return await trio.to_thread.run_sync(begin, abandon_on_cancel=True, limiter=trio.CapacityLimiter(1))
-    except RuntimeError as error:  # all that Python says of a thread that does not start
+    except RuntimeError as error:  # as in `start_thread`
         if has_begun:
             raise
         raise NoThreadLeft from error

@@ -80,6 +80,18 @@ class TraceGap(msgspec.Struct, frozen=True, kw_only=True):
     mono_ns: int
     until_wall: float
 
+    @classmethod
+    def of(cls, records: Sequence[TransitionRecord]) -> TraceGap:
+        """These are missing; there is at least one."""
+        first, last = records[0], records[-1]
+        return cls(missing=len(records), seq=first.seq, wall=first.wall, mono_ns=first.mono_ns, until_wall=last.wall)
+
+    def behind(self, earlier: TraceGap | None) -> TraceGap:
+        """Both as one, if nothing was written between them."""
+        if earlier is None:
+            return self
+        return msgspec.structs.replace(earlier, missing=earlier.missing + self.missing, until_wall=self.until_wall)
+
 
 class _Schema(msgspec.Struct):
     """The part of a header that every version of it has."""

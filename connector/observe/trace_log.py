@@ -254,23 +254,12 @@ class JsonLinesSink:
     def _lose(self, records: Sequence[TransitionRecord]) -> None:
         if not records or self._is_closed:
             return
-        first = records[0]
         self.lost += len(records)
-        self._add_to_gap(
-            TraceGap(
-                missing=len(records),
-                seq=first.seq,
-                wall=first.wall,
-                mono_ns=first.mono_ns,
-                until_wall=records[-1].wall,
-            )
-        )
+        self._add_to_gap(TraceGap.of(records))
 
     def _add_to_gap(self, more: TraceGap) -> None:
         self._missing += more.missing
-        if (gap := self._gap) is not None:
-            more = replace(gap, missing=gap.missing + more.missing, until_wall=more.until_wall)
-        self._gap = more
+        self._gap = more.behind(self._gap)
 
     def _is_sampled(self, record: TransitionRecord) -> bool:
         request_id = record.subject if record.machine == "lease" else record.remote_request_id

@@ -21,13 +21,11 @@ import threading
 import time
 from collections.abc import Callable
 
-import msgspec
-
 from connector.cpu_affinity import leave_single_cpu
 from connector.observe.log import get_logger
 from connector.observe.trace_format import TraceGap
 from connector.observe.trace_log import RETRY_SECONDS, JsonLinesSink
-from connector.waiting_threads import NoThreadLeft
+from connector.waiting_threads import start_thread
 from statemachine.trace import TransitionRecord
 
 QUEUE_RECORDS_MAX = 1 << 15
@@ -77,10 +75,7 @@ class TraceWriter:
         self._gap_since = 0.0
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="kv-transfer-trace", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError as error:  # all that Python says of a thread that does not start
-            raise NoThreadLeft from error
+        start_thread(self._thread)
 
     @property
     def interrupted(self) -> str | None:
@@ -136,10 +131,8 @@ class TraceWriter:
         records = tuple(filter(self._lines.keeps, records))
         if not records:
             return
-        first, last = records[0], records[-1]
-        gap = self._gap
-        if gap is None:
-            gap = TraceGap(missing=0, seq=first.seq, wall=first.wall, mono_ns=first.mono_ns, until_wall=first.wall)
+        gap = TraceGap.of(records)
+        if self._gap is None:
             self._gap_since = time.monotonic()
             get_logger().warning(
                 "the state-transition trace %s is not complete from here on: its file system does not take what is "
@@ -148,7 +141,7 @@ class TraceWriter:
                 self._lines.path,
                 self._put - self._done,
             )
-        self._gap = msgspec.structs.replace(gap, missing=gap.missing + len(records), until_wall=last.wall)
+        self._gap = gap.behind(self._gap)
         self._note_missing(len(records))
 
     def _note_missing(self, records: int) -> None:

@@ -19,7 +19,7 @@ import trio
 from connector.cpu_affinity import leave_single_cpu
 from connector.observe.log import log_crash
 from connector.thread_mailbox import ThreadMailbox
-from connector.waiting_threads import NO_THREAD_LEFT
+from connector.waiting_threads import NoThreadLeft, start_thread
 
 C = TypeVar("C")
 
@@ -89,9 +89,9 @@ class ActorThread(Generic[C]):
         """Start and wait until the actors run. Raises ThreadStartError."""
         thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         try:
-            thread.start()
-        except RuntimeError as error:
-            raise ThreadStartError(f"{self._name} could not start: {NO_THREAD_LEFT}") from error
+            start_thread(thread)
+        except NoThreadLeft as error:
+            raise ThreadStartError(f"{self._name} could not start: {error}") from error
         self._thread = thread
         if not self._started.wait(START_TIMEOUT_SECONDS):
             raise ThreadStartError(f"{self._name} did not start within {START_TIMEOUT_SECONDS:g} s")

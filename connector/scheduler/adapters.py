@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from connector.clock import NS_PER_SECOND, Clock
 from connector.observe.log import get_logger
-from connector.waiting_threads import NO_THREAD_LEFT
+from connector.waiting_threads import NoThreadLeft, start_thread
 from connector.weights import adapter_files, adapter_fingerprint
 
 if TYPE_CHECKING:
@@ -98,11 +98,11 @@ class _Adapter:
         self._looked_ns = now_ns
         self._has_looked.clear()
         try:
-            threading.Thread(target=self._look, name="adapter-files", daemon=True).start()
-        except RuntimeError:  # all that Python says of a thread that does not start; the engine goes on
+            start_thread(threading.Thread(target=self._look, name="adapter-files", daemon=True))
+        except NoThreadLeft as error:
             self.forget()
             self._has_looked.set()
-            _log.warning("the files of adapter %s cannot be read: %s", self._path, NO_THREAD_LEFT)
+            _log.warning("the files of adapter %s cannot be read: %s", self._path, error)
         if self._has_looked.wait(wait_seconds):
             return True
         _log.warning(

@@ -59,7 +59,7 @@ class MediaNames:
     def of(self, request: Request, tokens: int) -> str | None:
         """Of what begins among so many tokens, which may be nothing; None: the model takes text only, the names are
         numbers, or not all is there."""
-        named = [each for each in request.mm_features or () if each.mm_position.offset < tokens]
+        named = _beginning(request, tokens)
         if self._made_by is None or not all(map(_is_there, named)):
             return None
         # An identifier has the adapter's name in front, where media go through the adapter too.
@@ -69,8 +69,7 @@ class MediaNames:
     def to_compare(self, request: Request, tokens: int) -> str | None:
         """D: as `of`. None where nothing begins there, too: an image that P had left its tokens in the prompt, which
         nobody can compute without it."""
-        has_any = any(each.mm_position.offset < tokens for each in request.mm_features or ())
-        return self.of(request, tokens) if has_any else None
+        return self.of(request, tokens) if _beginning(request, tokens) else None
 
     def separate(self, request: Request, theirs: str | None, tokens: int) -> None:
         """D: where a prompt does not show the media that P had among so many tokens, let `theirs`, P's names of them,
@@ -82,7 +81,7 @@ class MediaNames:
         request.update_block_hashes()
 
     def _is_hidden(self, request: Request, theirs: str, tokens: int) -> bool:
-        named = [each for each in request.mm_features or () if each.mm_position.offset < tokens]
+        named = _beginning(request, tokens)
         if not named:
             return theirs != self.of(request, tokens)
         # What is not in this process was, when it was named.
@@ -92,6 +91,11 @@ class MediaNames:
 def differ(one: str, other: str) -> bool:
     """Whether these are known to be of other media: made in the same way, and not equal."""
     return one != other and one.partition(":")[0] == other.partition(":")[0]
+
+
+def _beginning(request: Request, tokens: int) -> list[MultiModalFeatureSpec]:
+    """What begins among so many tokens."""
+    return [each for each in request.mm_features or () if each.mm_position.offset < tokens]
 
 
 def _is_there(media: MultiModalFeatureSpec) -> bool:

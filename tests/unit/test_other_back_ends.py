@@ -194,7 +194,7 @@ def test_an_error_that_is_met_by_a_poll_for_notifications_costs_nothing(core: Ot
 
 def test_an_agent_that_was_loaded_stays_loaded(core: OtherBackEndCore) -> None:
     core.remove_remote_agent("p")
-    assert core.agents == {}
+    assert core.agents == set()
     assert nixl(core).loaded == {"p"}
     with pytest.raises(CallRefused, match="was removed"):
         core.post_read(ReadOrdered(7, 1, np.zeros(1, np.int32), 2, np.zeros(1, np.int32)))

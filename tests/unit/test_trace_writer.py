@@ -23,6 +23,7 @@ from connector.tools.conformance import check, check_records
 from connector.tools.trace_reader import read_processes, read_trace, read_trace_about, read_trace_file
 from connector.waiting_threads import NoThreadLeft
 from statemachine.trace import TransitionRecord
+from tests.rig.thread_limit import no_thread_left
 from tests.stalled_file import StalledFile
 from tests.unit.traced_run import calm_run
 
@@ -289,12 +290,8 @@ def test_what_a_full_queue_has_left_out_counts_once_in_an_interruption(
     assert gap.missing == small.missing
 
 
-def test_that_there_is_no_thread_for_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refused)
-    with pytest.raises(NoThreadLeft, match="may have no more threads"):
+def test_that_there_is_no_thread_for_it_is_said(tmp_path: Path) -> None:
+    with no_thread_left(), pytest.raises(NoThreadLeft, match="may have no more threads"):
         TraceWriter(opened(tmp_path))
 
 

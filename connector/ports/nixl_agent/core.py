@@ -176,8 +176,10 @@ class AgentCore:
         self.listeners = listeners.of_agent(listening, ucx_address_in(self.metadata))
         """At which other engines connect to it."""
         self._ucx_version_max = max(UCX_ADDRESS_VERSION_KNOWN, ucx_version(self.metadata) or 0)
-        self.agents: dict[AgentName, bytes] = {}
-        """With a digest of the metadata that each was loaded with."""
+        self.agents: set[AgentName] = set()
+        """Those that were added and not removed yet."""
+        self._loaded: dict[AgentName, bytes] = {}
+        """What NIXL has loaded, with a digest of the metadata of each."""
         self.lists: dict[DescriptorListHandle, _List] = {}
         self.reads: dict[ReadHandle, Read] = {}
         """READs in flight."""
@@ -200,7 +202,7 @@ class AgentCore:
     def add_remote_agent(self, metadata: bytes) -> AgentName:
         """Load a peer, or keep it if its removal is still waiting for a READ."""
         named, digest = agent_named_in(metadata), hashlib.sha256(metadata).digest()
-        if named is not None and self.agents.get(named, digest) != digest:
+        if named is not None and self._loaded.get(named, digest) != digest:
             raise CallRefused(f"agent {named} is loaded, with other metadata")
         if (version := ucx_version(metadata)) is not None and version > self._ucx_version_max:
             raise CallRefused(
@@ -217,7 +219,8 @@ class AgentCore:
         if isinstance(loaded, bytes) and name.encode() != loaded:
             self._agent.remove_remote_agent(loaded)
             raise CallRefused(f"the agent's name is not UTF-8: {name}")
-        self.agents[name] = digest
+        self.agents.add(name)
+        self._loaded[name] = digest
         self._leaving.discard(name)
         return name
 
@@ -237,13 +240,14 @@ class AgentCore:
         if any(read.agent == name for _, read in self._done):
             return
         self._leaving.discard(name)
-        del self.agents[name]
+        self.agents.remove(name)
         self._forget_agent(name)
         for handle in [handle for handle, read in self.errored.items() if read.agent == name]:
             if self._release(self.errored[handle]):
                 del self.errored[handle]
 
     def _forget_agent(self, name: AgentName) -> None:
+        del self._loaded[name]
         self._met.discard(name)
         try:
             self._agent.remove_remote_agent(name)

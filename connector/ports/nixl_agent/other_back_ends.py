@@ -17,15 +17,11 @@ in vain for a minute, and every other READ with it. So an agent that was loaded 
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
 from typing import Any
 
 from connector.observe.log import get_logger, is_said
-from connector.ports.nixl import AgentName, MemoryRange, NixlEvent, PortReadEnded, ReadHandle
-from connector.ports.nixl_agent.calls import CallRefused
-from connector.ports.nixl_agent.core import AgentCore, Read, Scratch
-from connector.ports.nixl_agent.metadata import agent_named_in
+from connector.ports.nixl import AgentName, NixlEvent, PortReadEnded, ReadHandle
+from connector.ports.nixl_agent.core import AgentCore, Read
 
 _log = get_logger()
 
@@ -33,30 +29,9 @@ _log = get_logger()
 class OtherBackEndCore(AgentCore):
     """See the module's docstring."""
 
-    def __init__(
-        self,
-        agent_name: AgentName,
-        ranges: Sequence[MemoryRange],
-        backends: Sequence[str],
-        num_threads: int,
-        package: str,
-        scratch: Scratch | None,
-        owner: object,
-    ) -> None:
-        super().__init__(agent_name, ranges, backends, num_threads, package, scratch, owner)
-        self._loaded: dict[AgentName, bytes] = {}
-        """What NIXL has loaded, for good; with a digest of the metadata of each."""
-        self._in_doubt: list[Any] = []
-        """Handles of first READs that may be in flight."""
-        self._errors = 0
-
-    def add_remote_agent(self, metadata: bytes) -> AgentName:
-        named, digest = agent_named_in(metadata), hashlib.sha256(metadata).digest()
-        if named is not None and self._loaded.get(named, digest) != digest:
-            raise CallRefused(f"agent {named} is loaded, with other metadata")
-        name = super().add_remote_agent(metadata)
-        self._loaded[name] = digest
-        return name
+    _in_doubt: tuple[Any, ...] = ()
+    """Handles of first READs that may be in flight."""
+    _errors = 0
 
     def _forget_agent(self, name: AgentName) -> None:
         """It stays loaded."""
@@ -96,7 +71,7 @@ class OtherBackEndCore(AgentCore):
         if is_over:
             super()._forget_first_read(agent)
         else:
-            self._in_doubt.append(self.first_reads.pop(agent))
+            self._in_doubt += (self.first_reads.pop(agent),)
 
     def destroy(self) -> None:
         if self._in_doubt:

@@ -22,7 +22,7 @@ from connector.ports.nixl_agent.call_queue import CallQueue
 from connector.ports.nixl_agent.calls import Call, CallRefused, Outgoing, ReadOrdered, ThreadEnded
 from connector.ports.nixl_agent.core import AgentCore
 from connector.ports.nixl_agent.poll_cost import PollCost
-from connector.waiting_threads import NO_THREAD_LEFT
+from connector.waiting_threads import NoThreadLeft, start_thread
 
 PAUSE_READING_SECONDS_MAX = 0.0005
 """Longest pause while READs are in flight, unless nothing has happened for long. Each look that does not ask about a
@@ -97,10 +97,10 @@ class AgentThread:
         """Start the thread and wait for its agent; `on_wait` hears for how long so far. Raises CallRefused."""
         atexit.register(self._end_before_exit)
         try:
-            self._thread.start()
-        except RuntimeError:
+            start_thread(self._thread)
+        except NoThreadLeft as error:
             atexit.unregister(self._end_before_exit)
-            raise CallRefused(NO_THREAD_LEFT) from None
+            raise CallRefused(str(error)) from None
         started = time.monotonic()
         while not self._opened.wait(min(OPEN_PROGRESS_SECONDS, max(0.0, started + timeout_seconds - time.monotonic()))):
             waited_seconds = time.monotonic() - started

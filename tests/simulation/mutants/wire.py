@@ -190,7 +190,9 @@ IDENTITY = (
     Mutant(
         name="the tokens of an image are computed without it",
         broken="D computes a prompt that P had with images although it was sent none, only their tokens",
-        changes=(_edit_late("scheduler.media_names:MediaNames.to_compare", "if has_any else None", ""),),
+        changes=(
+            _edit_late("scheduler.media_names:MediaNames.to_compare", "if _beginning(request, tokens) else None", ""),
+        ),
         place=ByTest("tests/unit/test_media_names.py::test_a_prompt_with_other_images_is_computed"),
     ),
     Mutant(
