@@ -75,6 +75,8 @@ DRAFT = "speculative."
 CACHE_DTYPE = "cache_dtype"
 DRAFT_CACHE_DTYPE = "kv_cache_dtype"
 QUANTIZATION = "quantization"
+HYBRID = "is_hma_enabled"
+"""Whether vLLM's hybrid KV cache manager is on. Named as in the hash of the built-in connector."""
 CONFIG = "config."
 """Begins the names of entries of the model's configuration."""
 LONG_ROPE = "long_rope"
@@ -293,6 +295,11 @@ def _advice(name: str) -> str:
             "start both engines with a --max-model-len up to 32768, or both with one beyond, where vLLM scales the"
             " queries of all prompts, or both with the same attn_temperature_tuning in --override-generation-config;"
             f" {_AUTO_LENGTH}"
+        )
+    elif kind == HYBRID:
+        said = (
+            "start both engines with --disable-hybrid-kv-cache-manager, or both without; beside a connector in"
+            " MultiConnector that does not support that manager vLLM switches it off by itself"
         )
     else:
         said = f"start both engines with the same {name}"

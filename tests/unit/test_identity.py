@@ -66,6 +66,15 @@ def test_each_factor_is_named_with_both_values(name: str) -> None:
     assert "enforce_handshake_compat=false" in failure.advice
 
 
+def test_of_the_hybrid_cache_manager_the_option_is_named_and_who_else_switches_it() -> None:
+    """vLLM has no option of the factor's name, and a connector beside this one may have switched it."""
+    failure = handshake(with_factors(is_hma_enabled="True"), with_factors(is_hma_enabled="False"))
+    assert failure is not None
+    assert failure.field == "is_hma_enabled"
+    for named in ("--disable-hybrid-kv-cache-manager", "MultiConnector", "enforce_handshake_compat=false"):
+        assert named in failure.advice
+
+
 @pytest.mark.parametrize("name", ["model", "revision"])
 def test_the_name_of_the_model_matters_only_where_the_weights_are_unknown(name: str) -> None:
     there = {name: "elsewhere"}
