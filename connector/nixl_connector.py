@@ -32,6 +32,7 @@ from connector.observe.stats import ConnectorPromMetrics, ConnectorStats
 from connector.plugin import register
 from connector.scheduler.cache_groups import has_windows_of_other_blocks
 from connector.scheduler.connector_scheduler import ConnectorScheduler
+from connector.staging import asks_for_staging
 from connector.step_metadata import StepMetadata
 from connector.step_overlap import require_role_that_reads
 from connector.worker.connector_worker import ConnectorWorker
@@ -40,7 +41,7 @@ from connector.worker.registration import require_supported
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
@@ -101,6 +102,11 @@ class NixlActorConnector(KVConnectorBase_V1, SupportsHMA):
         return not self._has_windows_of_other_blocks
 
     # --- both roles ---------------------------------------------------------------------------------------------
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """Asked from vLLM 0.33 on, at start. The cache's memory stays registered, unless KV is staged."""
+        return asks_for_staging(kv_transfer_config)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:

@@ -19,12 +19,17 @@ from vllm.platforms import current_platform
 from connector.unsupported import UnsupportedCache
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
 
 
 def is_staged(vllm_config: VllmConfig) -> bool:
     """Whether KV travels through host buffers; the same in the scheduler process and in the workers."""
-    on_host: bool = vllm_config.kv_transfer_config.kv_buffer_device == "cpu"
+    return asks_for_staging(vllm_config.kv_transfer_config)
+
+
+def asks_for_staging(kv_transfer_config: KVTransferConfig) -> bool:
+    """`is_staged`, of what the command line says of transfers."""
+    on_host: bool = kv_transfer_config.kv_buffer_device == "cpu"
     return on_host and current_platform.device_type != "cpu"
 
 

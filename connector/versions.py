@@ -35,6 +35,15 @@ def shown_version(*distributions: str) -> str:
     return installed_version(*distributions) or UNKNOWN
 
 
+def is_vllm_at_least(version: str) -> bool:
+    """Where its behaviour differs from one version to the next, and nothing else shows which it is. An own build, whose
+    version is none, is taken for the newest one."""
+    try:
+        return Version(shown_version(*VLLM)).release >= Version(version).release
+    except InvalidVersion:
+        return True
+
+
 def beside_the_accepted() -> Iterator[tuple[str, str, str]]:
     """What is installed of vLLM and NIXL in a version that this distribution does not accept: name, version, and what
     is accepted. pip refuses them only where the extra `vllm` was asked for."""

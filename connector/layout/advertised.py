@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from connector.layout.geometry import RankLayout, Region
-from connector.layout.shapes import REPLICATED
+from connector.layout.shapes import LATENT, REPLICATED
 from connector.wire.metadata import SHARED_GROUP, AgentMetadata
 
 
@@ -44,7 +44,7 @@ def sizing_region(members: Sequence[Region]) -> Region:
     """Among regions that share a base address, the one whose block length is advertised."""
     # As the built-in connector does: the last latent cache decides, and if there is none, the first cache. A region
     # that spans a whole row of layers counts as the last one: the others at its address are layers that open the row.
-    latent = [region for region in members if any(piece.component == "latent" for piece in region.pieces)]
+    latent = [region for region in members if any(piece.component == LATENT for piece in region.pieces)]
     rows = [region for region in latent if region.block_length_bytes == region.block_stride_bytes]
     return (rows or latent or members[:1])[-1]
 
@@ -118,5 +118,5 @@ def describe(layout: RankLayout, nixl_metadata: bytes) -> AgentMetadata:
         pcp_size=layout.pcp_size,
         ple_block_len=replicated_block_length(layout),
         region_members=[region.layers for region in regions],
-        packed_member_layouts={},
+        packed_member_layouts=dict(layout.pages_in_rows),
     )

@@ -50,9 +50,7 @@ def require_same_form(
     """`groups` are the cache groups of the peer, whose stages have `tp_size` ranks; `not_packed` says why blocks of K
     and V as the tensor's shape says cannot be packed here; empty: they can. Raises LayoutMismatch.
     """
-    if metadata.packed_member_layouts:
-        found = metadata.packed_member_layouts
-        raise LayoutMismatch("packed_member_layouts", {}, found, "caches of this kind are not supported")
+    _require_same_rows(ours, metadata)
     backends = (ours.attention_backend, metadata.attn_backend_name)
     if is_to_be_packed(*backends):
         if not_packed:
@@ -67,6 +65,17 @@ def require_same_form(
     _require_same_ranks(ours, tp_size, shapes)
     if has_ring_buffers(shapes):
         _require_same_pages(ours, metadata, tp_size)
+
+
+def _require_same_rows(ours: RankLayout, metadata: AgentMetadata) -> None:
+    """Of latent caches. A peer without rows, as pipeline stages are, is read into ours."""
+    theirs = metadata.packed_member_layouts
+    if not theirs or (ours.pages_in_rows and metadata.block_size != ours.kernel_block_size_tokens):
+        return
+    for layer in {**ours.pages_in_rows, **theirs}:
+        here, there = ours.pages_in_rows.get(layer, "none"), theirs.get(layer, "none")
+        if here != there:
+            raise LayoutMismatch(f"place and length of {layer} in a row of layers", here, there, SAME_ROWS)
 
 
 def require_same_sizes(metadata: AgentMetadata, theirs: RankLayout) -> None:

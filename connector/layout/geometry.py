@@ -14,6 +14,7 @@ The block ids of a region come from one cache group. Where groups share memory, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -120,6 +121,8 @@ class RankLayout(msgspec.Struct, frozen=True, kw_only=True):
     pp_rank: int = 0
     groups: tuple[CacheGroup, ...] = ()
     """The cache groups that `Region.group` counts; empty: one, of the two sizes above."""
+    pages_in_rows: Mapping[str, tuple[int, int]] = {}
+    """Of latent caches whose blocks are whole rows: where in a row a layer's page begins, and its length, in bytes."""
 
     @property
     def rank(self) -> RankId:

@@ -147,6 +147,7 @@ def layout_in_steps(
         attention_backend=metadata.attn_backend_name,
         device_id=metadata.device_id,
         groups=groups,
+        pages_in_rows=metadata.packed_member_layouts,
     )
     require_same_sizes(metadata, theirs)
     if stated is not None:
@@ -322,7 +323,11 @@ def _region(ours: OwnRegions, peer: _Peer, index: int, members: Sequence[str], p
         alike = all(peer.shapes[layer].whole_blocks and _is_held_alike(peer.shapes[layer]) for layer in layers)
         if alike and not peer.has_rings:
             _require_parts(layers[0], 1, parts)
-            regions.append(_like_ours(ours, known, layers, peer, index))
+            advertised = ours.advertised[known.base_address]
+            if ours.layout.pages_in_rows and not metadata.packed_member_layouts:
+                known = _page_of_row(ours.layout, known, layers[0])
+                advertised = msgspec.structs.replace(advertised, block_length_bytes=known.block_length_bytes)
+            regions.append(_like_ours(ours.layout, known, advertised, layers, peer, index))
             continue
         is_state = peer.shapes[layers[0]].is_state
         # Peers count and measure states in kernel blocks too.
@@ -357,16 +362,27 @@ def _is_held_alike(shape: LayerShape) -> bool:
     return [component.units for component in shape.components] == [1]
 
 
-def _like_ours(ours: OwnRegions, known: Region, layers: Sequence[str], peer: _Peer, index: int) -> Region:
-    """A region of the peer's whose blocks are of the size of ours, and have to hold everything where ours hold it."""
+def _page_of_row(ours: RankLayout, row: Region, layer: str) -> Region:
+    """The page of a layer as a region of its own, which it is in a pipeline stage."""
+    offset_bytes, length_bytes = ours.pages_in_rows[layer]
+    pieces = [piece for piece in row.pieces if piece.layer == layer]
+    return msgspec.structs.replace(
+        row, name=layer, block_length_bytes=length_bytes, pieces=tuple(moved(pieces, -offset_bytes))
+    )
+
+
+def _like_ours(
+    ours: RankLayout, known: Region, advertised: AdvertisedRegion, layers: Sequence[str], peer: _Peer, index: int
+) -> Region:
+    """A region of the peer's whose blocks are of the size of ours, and have to hold everything where ours hold it.
+    `advertised`: as peers see `known`."""
     metadata = peer.metadata
-    advertised = ours.advertised[known.base_address]
     length_bytes, stride_bytes = metadata.block_lens[index], metadata.block_strides[index]
     # Where the length is that of other blocks at this address, the stride says how long these are.
     expected_stride = stride_bytes if known.block_length_bytes == length_bytes else advertised.block_stride_bytes
     for field, here, there in (
         (f"layers that share blocks with {known.name}", layers_in_order(known), list(layers)),
-        ("kv_cache_layout", ours.layout.layout_name, metadata.kv_cache_layout),
+        ("kv_cache_layout", ours.layout_name, metadata.kv_cache_layout),
         (f"block length of {known.name}", advertised.block_length_bytes, length_bytes),
         (f"block stride of {known.name}", expected_stride, stride_bytes),
     ):
@@ -420,6 +436,8 @@ def _pages(peer: _Peer, layers: Sequence[str], pitch_bytes: int | None, part: in
         except ValueError as error:
             raise LayoutMismatch("kv_cache_layout", "a known one", metadata.kv_cache_layout, str(error)) from error
         _require_parts(layer, stop - start if heads_are_apart else 1, parts)
+        if in_row := metadata.packed_member_layouts.get(layer):
+            offset_bytes = in_row[0]  # pages in a row may be padded, each to its own size
         of_layer = of_unit(of_layer, start + part) if heads_are_apart else of_layer
         pieces.extend(moved(widened(of_layer, factor), offset_bytes))
         offset_bytes += strides.layer if pitch_bytes is None else pitch_bytes

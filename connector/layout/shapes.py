@@ -20,7 +20,7 @@ from connector.layout.geometry import Piece
 RING, REPLICATED = "ring", "replicated"
 """Components of layers whose blocks are one per request and alike on all ranks: ring buffers, and whole states."""
 
-KEYS, VALUES, KEYS_AND_VALUES = "k", "v", "kv"
+KEYS, VALUES, KEYS_AND_VALUES, LATENT = "k", "v", "kv", "latent"
 """Components of attention: K and V of a head, and both in a form of the attention back end."""
 
 SLOTS, STATE_OF_RANK = "kv_slots", "state"
@@ -93,7 +93,7 @@ def attention(name: str, *, heads: int, k_bytes: int, v_bytes: int, group: int =
 
 def latent(name: str, *, bytes_per_token: int, group: int = 0) -> LayerShape:
     """Multi-head latent attention, or any other cache that all ranks hold alike."""
-    component = Component(name="latent", units=1, bytes_per_unit=bytes_per_token)
+    component = Component(name=LATENT, units=1, bytes_per_unit=bytes_per_token)
     return LayerShape(name=name, components=(component,), group=group)
 
 

@@ -112,6 +112,8 @@ class Lends:
         # Where D computes more than the last token of every prompt, that one sees nothing that P gives back.
         self._far_ends = FarEnds(groups.all if not groups.tokens_left_to_decode else ())
         self._block_pool: BlockPool | None = None
+        # Of prompts with states: how many tokens are computed when the last step is over, drafts among them.
+        self._reach: dict[str, int] = {}
         # Prefills whose ids no engine takes.
         self._unnameable = 0
 
@@ -165,6 +167,7 @@ class Lends:
         answer = self._carry_out(self._granting.handle(finished, self._clock.now_ns()), block_ids)
         if answer is None:
             self._far_ends.let_go(request.request_id)
+        self._reach.pop(request.request_id, None)
         return answer
 
     def end_leases(self, request_ids: Collection[str]) -> None:
@@ -180,6 +183,10 @@ class Lends:
     def follow(self, output: SchedulerOutput) -> None:
         """A step is scheduled, while prompts are computed that others go on from."""
         self._far_ends.follow(output, self.prompts)
+        if self._groups.has_states:
+            for request_id, request in self.prompts.items():
+                if scheduled := output.num_scheduled_tokens.get(request_id):
+                    self._reach[request_id] = request.num_computed_tokens + scheduled
 
     def saves(self, output: SchedulerOutput) -> tuple[list[int], ...]:
         """Blocks that the step has to save on the host, by group, where KV is staged there."""
@@ -219,11 +226,13 @@ class Lends:
 
     def _is_settled(self, request: Request) -> bool:
         """Whether its states are those of what would be lent. A step that is still under way moves a state on; so do
-        drafts that were taken for right behind the last token of the answer."""
+        drafts that were taken for right behind the last token of the answer. From 0.33 on vLLM does not count those,
+        and they cannot be told from drafts that were refused."""
         if not self._groups.has_states:
             return True
         is_under_way: bool = request.num_in_flight_tokens > 0
-        return not is_under_way and request.num_computed_tokens <= request.num_tokens
+        computed: int = request.num_computed_tokens
+        return not is_under_way and self._reach.get(request.request_id, computed) <= computed <= request.num_tokens
 
     def _leave_tokens_to_decode(self, request: Request) -> None:
         """Take the tokens that D computes itself out of the prompt. What is sampled after it is of no use then."""

@@ -6,6 +6,8 @@ strides are the tensor's own. The granularity follows the built-in connector of 
 * one region per layer, whose block is the layer's page, with its padding;
 * where other layers' pages lie between the heads or tokens of this one, or behind them, a block is the whole row of all
   layers, but not in an engine with ring buffers;
+* from vLLM 0.33 on, so is a block of a latent cache of an engine of one stage, if all layers lie in the same rows
+  (`has_latent_rows`);
 * where the heads are further out than the blocks, there is one region per head.
 
 A layer that shares its addresses with another one yields regions of the same address; `merge` puts those of the same
@@ -14,17 +16,22 @@ cache group together.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 import msgspec
 import torch
+from vllm.config import VllmConfig
 from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from connector.layout.geometry import Piece, Region
-from connector.layout.shapes import LayerShape, PageStrides, moved, of_unit, paged_pieces, shard, state_pieces
+from connector.layout.shapes import LATENT, LayerShape, PageStrides, moved, of_unit, paged_pieces, shard, state_pieces
 from connector.ports.nixl import MemoryKind
 from connector.unsupported import UnsupportedCache
+from connector.versions import is_vllm_at_least
+
+_LATENT_ROWS_SINCE = "0.33"
 
 
 def paged_regions(
@@ -36,6 +43,7 @@ def paged_regions(
     tp_rank: int,
     tp_size: int,
     has_rings: bool,
+    in_latent_rows: bool,
 ) -> list[Region]:
     """Where the tokens of a layer lie. `num_blocks` and `page_bytes` count and measure kernel blocks."""
     units = {shard(component.units, tp_rank, tp_size) for component in shape.components}
@@ -60,12 +68,26 @@ def paged_regions(
     storage_is_rows = 0 <= storage.nbytes() - num_blocks * block < block
     page_is_contiguous = cache[0].is_contiguous() and cache[0].nbytes == page_bytes
     address, length_bytes = cache.data_ptr(), page_bytes
-    if storage_is_rows and not page_is_contiguous and not has_rings:
+    is_row = in_latent_rows and shape.components[0].name == LATENT
+    if storage_is_rows and (is_row or (not page_is_contiguous and not has_rings)):
         address, length_bytes = storage.data_ptr(), block
     offset_bytes = cache.data_ptr() - address
     if offset_bytes + _extent_bytes(cache[0]) > length_bytes or block < length_bytes:
         raise UnsupportedCache(f"KV cache of {shape.name} with strides", cache.stride(), "blocks that are contiguous")
     return [_region(shape, cache, address, length_bytes, num_blocks, moved(pieces, offset_bytes))]
+
+
+def has_latent_rows(vllm_config: VllmConfig, caches: Sequence[torch.Tensor], layout_name: str, *, states: bool) -> bool:
+    """Whether latent caches are told as whole rows. `caches`: of all layers; `states`: whether any is of an SSM."""
+    rows = {(cache.untyped_storage().data_ptr(), cache.stride(0) * cache.element_size()) for cache in caches}
+    return (
+        is_vllm_at_least(_LATENT_ROWS_SINCE)
+        and KVCacheLayout[layout_name].is_block_outermost
+        and vllm_config.parallel_config.pipeline_parallel_size == 1
+        and vllm_config.model_config.use_mla
+        and not states
+        and len(rows) == 1
+    )
 
 
 def state_region(

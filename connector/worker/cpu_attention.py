@@ -24,8 +24,7 @@ import msgspec
 import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.utils.torch_utils import is_quantized_kv_cache
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec, is_quantized_kv_cache
 
 from connector.families import family_of
 from connector.layout.compatibility import CPU_ATTENTION

@@ -89,7 +89,9 @@ def require_supported_parallelism(vllm_config: VllmConfig) -> None:
         if getattr(parallel, name) > 1 and reads:
             expected = "1, or any with kv_role kv_producer and without bidirectional_kv_xfer"
             raise UnsupportedCache(f"{name} of an engine that reads KV,", getattr(parallel, name), expected)
-    if parallel.pipeline_parallel_size > 1 and parallel.use_ray and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND:
+    # vLLM 0.33 has no other executor of Ray, and no such variable.
+    is_new = getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)
+    if parallel.pipeline_parallel_size > 1 and parallel.use_ray and not is_new:
         # vLLM hears of the last stage alone there, and waits for all before it frees what was lent.
         stages = f"0 with pipeline_parallel_size {parallel.pipeline_parallel_size}"
         raise UnsupportedCache("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", stages, "1, which is vLLM's default")

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from vllm.config import VllmConfig
@@ -38,12 +38,12 @@ from connector.layout.geometry import CacheGroup, LayoutMismatch, RankLayout, Re
 from connector.layout.landing import Permute
 from connector.layout.local import LocalRank
 from connector.layout.remote import layout_from_metadata
-from connector.layout.shapes import LayerShape
+from connector.layout.shapes import LATENT, LayerShape
 from connector.ports.nixl import MemoryKind, MemoryRange
 from connector.staging import advertised_layout_name, is_staged, require_saves
 from connector.unsupported import UnsupportedCache
 from connector.wire.metadata import AgentMetadata
-from connector.worker.cache_regions import device_id, memory_kind, merge, paged_regions, state_region
+from connector.worker.cache_regions import device_id, has_latent_rows, memory_kind, merge, paged_regions, state_region
 from connector.worker.compatibility_hash import compatibility_hash
 from connector.worker.cpu_attention import as_stored, why_not_packed
 from connector.worker.kv_identity import kv_identity
@@ -80,7 +80,8 @@ def require_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         supported = dict.fromkeys((current_platform.device_type, "cpu"))
         raise UnsupportedCache("kv_buffer_device", buffer_device, " or ".join(supported))
     if vllm_config.model_config.enable_sleep_mode and not is_staged(vllm_config):
-        # vLLM has no hook with which a connector could register the cache anew.
+        # vLLM has hooks with which a connector could register the cache anew from 0.33 on only, which asks
+        # `supports_sleep_mode` first. They were never run with this one on a device.
         expected = (
             "false, or any with kv_buffer_device cpu: a sleeping engine gives the memory of its KV cache back, and NIXL"
             " would go on reading and writing it; for NVLink between nodes --enable-cumem-allocator is enough"
@@ -111,7 +112,10 @@ def derive_registration(
     kernel_block_size_tokens = _kernel_block_size_tokens(vllm_config, kv_cache_config, backends, block_size_tokens)
     ratio = block_size_tokens // kernel_block_size_tokens
     layers = _layers(kv_cache_config, kv_caches, specs)
-    regions = _regions(kv_cache_config, kv_caches, layers, specs, shapes, place, ratio)
+    layout_name = advertised_layout_name(vllm_config)
+    has_states = any(shapes[layer].is_state and family_of(specs[layer]).holds is not Holds.RING for layer in layers)
+    has_rows = has_latent_rows(vllm_config, [kv_caches[layer] for layer in layers], layout_name, states=has_states)
+    regions = _regions(kv_cache_config, kv_caches, layers, specs, shapes, place, ratio, in_latent_rows=has_rows)
     first = kv_caches[layers[0]]
     backend_name = backends[0].get_name()
     layout = RankLayout(
@@ -124,10 +128,11 @@ def derive_registration(
         regions=merge(regions),
         kernel_block_size_tokens=kernel_block_size_tokens,
         kernel_blocks_per_block=ratio,
-        layout_name=advertised_layout_name(vllm_config),
+        layout_name=layout_name,
         attention_backend=backend_name,
         device_id=device_id(first),
         groups=_cache_groups(vllm_config, kv_cache_config, kv_caches, shapes, place, ratio),
+        pages_in_rows=_pages_in_rows(regions, specs, ratio) if has_rows else {},
     )
     registration = Registration(
         layout=layout,
@@ -171,6 +176,8 @@ def _regions(
     shapes: Mapping[str, LayerShape],
     place: Placement,
     ratio: int,
+    *,
+    in_latent_rows: bool,
 ) -> list[Region]:
     """Those of each layer in turn. Blocks of tokens are split into `ratio` kernel blocks, states are not."""
     num_blocks, has_rings = kv_cache_config.num_blocks, _has_rings(kv_cache_config)
@@ -191,8 +198,19 @@ def _regions(
                 tp_rank=place.tp_rank,
                 tp_size=place.tp_size,
                 has_rings=has_rings,
+                in_latent_rows=in_latent_rows,
             )
     return regions
+
+
+def _pages_in_rows(
+    regions: Iterable[Region], specs: Mapping[str, KVCacheSpec], ratio: int
+) -> dict[str, tuple[int, int]]:
+    """`regions`: of one layer each."""
+    of_rows = [region for region in regions if region.pieces[0].component == LATENT]
+    return {
+        region.name: (region.pieces[0].offset_bytes, specs[region.name].page_size_bytes // ratio) for region in of_rows
+    }
 
 
 def _permute(vllm_config: VllmConfig, kind: MemoryKind) -> Permute:

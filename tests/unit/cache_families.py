@@ -21,11 +21,6 @@ from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator as Shapes
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
-from vllm.v1.core.kv_cache_utils import (
-    _project_kv_cache_groups_to_worker,
-    get_kv_cache_config_from_groups,
-    get_kv_cache_groups,
-)
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -57,6 +52,11 @@ from connector.worker.finishing import Finishing, Loaded, run_at_once
 from connector.worker.landing import BlockPermuter, landing_caches
 from connector.worker.packing import PackedBlocks
 from connector.worker.registration import Registration, derive_registration
+from tests.on_vllm.moved import (
+    get_kv_cache_config_from_groups,
+    get_kv_cache_groups,
+    project_kv_cache_groups_to_worker,
+)
 from tests.rig.layouts import plan_engine
 from tests.unit.layout_oracle import expand_runs
 from tests.unit.vllm_setup import KV_HEADS
@@ -423,7 +423,7 @@ def make_caches(
     monkeypatch.setattr(config.cache_config, "kv_cache_layout", layout)
     groups = get_kv_cache_groups(config, dict(specs))
     if stage is not None:
-        groups = _project_kv_cache_groups_to_worker(groups, {layer: specs[layer] for layer in stage})
+        groups = project_kv_cache_groups_to_worker(groups, {layer: specs[layer] for layer in stage})
     per_block = 1 << 20
     caches = get_kv_cache_config_from_groups(config, groups, per_block)
     size = caches.kv_cache_tensors[0].size // caches.num_blocks * NUM_BLOCKS

@@ -7,8 +7,9 @@ import functools
 from collections.abc import Sequence
 
 from vllm.config import KVTransferConfig
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from tests.on_vllm.moved import make_arg_parser
 
 
 @functools.cache

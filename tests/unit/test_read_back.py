@@ -22,6 +22,7 @@ from vllm.v1.request import Request, RequestStatus
 from connector.protocol import Command, LeaseComputing, LeaseGranted, ReleaseUnread, StartPull, TrackLease
 from connector.scheduler.cache_groups import NULL_BLOCK_ID
 from connector.scheduler.prefix_digest import Digests, prefix_digests
+from connector.versions import is_vllm_at_least
 from statemachine.failures import Failure
 from statemachine.grant import LEFT_TO_REQUESTS
 from statemachine.lease import LeaseName
@@ -364,14 +365,14 @@ def test_nothing_is_lent_back_while_few_blocks_are_free() -> None:
     assert len(decode.finished) == 8
 
 
-def test_what_vllm_streams_does_not_say_where_blocks_are() -> None:
-    """Its proxy for conversations looks for that in streams, and so has nothing read back (docs/using.md)."""
+def test_what_vllm_streams_says_where_blocks_are_from_0_33_on() -> None:
+    """Its proxy for conversations looks for that in streams, and so has nothing read back before (docs/using.md)."""
     for whole, chunk in (
         (CompletionResponse, CompletionStreamResponse),
         (ChatCompletionResponse, ChatCompletionStreamResponse),
     ):
         assert "kv_transfer_params" in whole.model_fields
-        assert "kv_transfer_params" not in chunk.model_fields
+        assert ("kv_transfer_params" in chunk.model_fields) == is_vllm_at_least("0.33")
 
 
 def test_what_is_lent_ends_where_blocks_of_the_answer_are_gone() -> None:

@@ -52,7 +52,7 @@ def test_what_cannot_be_fetched_is_left_out_only_where_somebody_sees_it(
 def test_a_distribution_that_is_there_is_not_fetched_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(source, "KEPT", tmp_path)
     monkeypatch.setenv("PIP_INDEX_URL", NOBODY_LISTENS)
-    there = tmp_path / f"{DISTRIBUTION}-{source.wanted_version()}.tar.gz"
+    there = tmp_path / f"{DISTRIBUTION}-{source.installed()}.tar.gz"
     there.touch()
     assert source_distribution() == there
 

@@ -72,7 +72,7 @@ def main() -> int:
         (work / MODEL / "config.json").write_text(json.dumps(CONFIGURATION))
         (work / "pytest.ini").write_text("[pytest]\nmarkers = cpu_test: on CPUs\n")
         # Its `tests` must be found before ours, so the plug-in is named by itself.
-        paths = [str(root), str(ROOT), str(Path(__file__).parent)]
+        paths = [str(root), str(ROOT), str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         command = [sys.executable, "-m", "pytest", "-q", "-rx", "-p", "in_its_place", "-p", "no:cacheprovider"]
         command += ["-c", str(work / "pytest.ini"), "--rootdir", str(root), *options]
         command += [str(root / "tests" / "v1" / "kv_connector" / "unit" / name) for name in TESTS]

