@@ -356,9 +356,9 @@ class TestMetadata:
         [
             (
                 {"packed_member_layouts": {"layers.0": (0, 128)}},
-                "packed_member_layouts",
-                "{}",
-                "{'layers.0': (0, 128)}",
+                "place and length of layers.0 in a row of layers",
+                "none",
+                "(0, 128)",
             ),
             ({"ple_block_len": 64}, "ple_block_len", "None", "64"),
             ({"ssm_sizes": (64, 128)}, "ssm_sizes of 2 ranks", "(0, 0)", "(64, 128)"),
