@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 from tests.on_vllm.versions import folder_of
-from tests.upstream.source import NotFetched, may_be_missing
+from tests.upstream.source import NotFetched, end_without
 
 
 def main() -> int:
@@ -23,8 +23,7 @@ def main() -> int:
     try:
         folder = folder_of(arguments.version)
     except NotFetched as error:
-        is_skipped = arguments.or_skip and may_be_missing()
-        parser.exit(0 if is_skipped else 1, f"{'SKIPPED: ' if is_skipped else ''}{error}\n")
+        end_without(error, or_skip=arguments.or_skip)
     paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-m", arguments.module, *arguments.options]

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.upstream.source import NotFetched, may_be_missing, source_distribution, unpack
+from tests.upstream.source import NotFetched, end_without, source_distribution, unpack
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -63,8 +63,7 @@ def main() -> int:
         try:
             source = arguments.source or source_distribution()
         except NotFetched as error:
-            is_skipped = arguments.or_skip and may_be_missing()
-            parser.exit(0 if is_skipped else 1, f"{'SKIPPED: ' if is_skipped else ''}{error}\n")
+            end_without(error, or_skip=arguments.or_skip)
         root = unpack(source, Path(directory) / "source", "tests")
         (root / "tests" / "conftest.py").unlink()  # it imports what models need
         work = Path(directory) / "work"

@@ -9,6 +9,7 @@ import tarfile
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NoReturn
 
 from connector.versions import VLLM, shown_version
 
@@ -30,6 +31,13 @@ def may_be_missing() -> bool:
     """Whether tests that need it may be left out where it cannot be fetched: not in a continuous integration, which
     says so by the variable CI, because nobody would notice."""
     return os.environ.get("CI", "").lower() not in ("1", "true")
+
+
+def end_without(error: NotFetched, *, or_skip: bool) -> NoReturn:
+    """End the program, well if what needs the distribution may be left out."""
+    is_skipped = or_skip and may_be_missing()
+    sys.stderr.write(f"{'SKIPPED: ' if is_skipped else ''}{error}\n")
+    sys.exit(0 if is_skipped else 1)
 
 
 def installed() -> str:
