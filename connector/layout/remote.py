@@ -324,7 +324,7 @@ def _region(ours: OwnRegions, peer: _Peer, index: int, members: Sequence[str], p
         if alike and not peer.has_rings:
             _require_parts(layers[0], 1, parts)
             advertised = ours.advertised[known.base_address]
-            if ours.layout.pages_in_rows and not metadata.packed_member_layouts:
+            if layers[0] in ours.layout.pages_in_rows and not metadata.packed_member_layouts:
                 known = _page_of_row(ours.layout, known, layers[0])
                 advertised = msgspec.structs.replace(advertised, block_length_bytes=known.block_length_bytes)
             regions.append(_like_ours(ours.layout, known, advertised, layers, peer, index))
