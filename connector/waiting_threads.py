@@ -1,7 +1,7 @@
 """Threads beside the trio loop, and calls in them that may wait, for a file system or a name server.
 
 Each call has a thread of its own, because one that hangs keeps it. Where the process may have no more threads none is
-started, and the call is not made. That is no mistake of ours, and the same may be tried later, so it is raised as a
+started, and the call is not made. That is no bug of ours, and the same may be tried later, so it is raised as a
 type of its own.
 """
 

@@ -188,7 +188,7 @@ def log_crash(actor_name: str, error: BaseException) -> None:
 
 
 class CrashCount:
-    """For what is only looked at (figures, records, spans), which must cost nobody anything: a mistake in it ends here,
+    """For what is only looked at (figures, records, spans), which must cost nobody anything: a bug in it ends here,
     with a line for the first, the second, the fourth and so on, because it may come with every step.
 
     Args:

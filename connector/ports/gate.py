@@ -40,7 +40,7 @@ Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 ZAP_VERSION = b"1.0"
 AGAIN_SECONDS = 0.1
-"""The pause after a mistake: one that is made again each time does not keep the thread busy."""
+"""The pause after a bug: one that is made again each time does not keep the thread busy."""
 ALLOWED, NOT_ALLOWED, FAILED = b"200", b"400", b"500"
 NOT_NOW = FAILED
 """ZAP has 300 for this. libzmq ends no connection with it until the greeting has taken too long."""
@@ -188,7 +188,7 @@ class Gate:
             if why is None:
                 return ALLOWED
             self._on_refusal(address, f"{address} may not connect: {why}")
-        except Exception as error:  # no connection is let in by a mistake
+        except Exception as error:  # no connection is let in by a bug
             log_crash("gate", error)
             return FAILED
         return NOT_ALLOWED

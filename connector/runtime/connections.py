@@ -141,7 +141,7 @@ class Connections:
         except HandshakeError as error:
             failure = error.failure
         except Exception as error:
-            # A mistake in the handshake costs the requests that wait for it, not the actor.
+            # A bug in the handshake costs the requests that wait for it, not the actor.
             self._context.log_crash(f"handshake with {address.engine_id}", error)
             detail = internal_error(error)
             failure = HandshakeRefused(peer=address.engine_id, address=str(address), detail=detail)

@@ -162,7 +162,7 @@ class Introducer:
         try:
             event = await self._question(place)
         except Exception as error:
-            # A mistake costs one attempt.
+            # A bug costs one attempt.
             self._log_crash(f"introduction to {place}", error)
             event = core.Failed(place=place, problem=internal_error(error))
         self._feed(event)

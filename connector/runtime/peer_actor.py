@@ -12,7 +12,7 @@ telling an event. The actor's own task sleeps until the core's next deadline. Wh
 `statemachine/remote_engine/`. With the option `verify` blocks are resolved when P has said the checksums of the lease
 (`_resolve_blocks`), and a READ is checked by having the engine thread sum what it has left (`_check_read`).
 
-A mistake that raises while an effect is carried out costs that effect; the others are still carried out. Then the
+A bug that raises while an effect is carried out costs that effect; the others are still carried out. Then the
 actor crashes, in its own task, and not whoever told it something: the supervisor lets it `recover`, which tells the
 core, and runs it again. What it is told meanwhile waits.
 """
@@ -582,7 +582,7 @@ class PeerActor:
                 unfilled=resolved.unfilled if resolved is not None else None,
             )
         )
-        # The engine first: nobody repeats the report if a mistake raises in what follows.
+        # The engine first: nobody repeats the report if a bug raises in what follows.
         pull.is_reported = True
         if not effect.is_quarantined:
             del self._pulls[request_id]

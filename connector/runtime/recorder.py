@@ -92,7 +92,7 @@ class Recorder:
 
     def catch_up(self) -> None:
         """Keep, trace, log and count what has been noted. What only looks on must not cost a request anything: a
-        mistake ends here."""
+        bug ends here."""
         notes = self._notes
         if not notes:
             return

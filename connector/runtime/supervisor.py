@@ -250,7 +250,7 @@ class Supervisor:
                 self._report_lost(command, error)
 
     def _report_lost(self, command: StartPull | RejectPull, error: Exception) -> None:
-        """A mistake costs the request that it occurred with. If it has an actor, it is not known whether a READ of it
+        """A bug costs the request that it occurred with. If it has an actor, it is not known whether a READ of it
         has begun. If it is reported by that as well, the engine thread tells only one of them."""
         failure = ActorCrashed(actor="supervisor", error=repr(error))
         self._context.log_failure(f"request {command.request_id}", failure)

@@ -349,7 +349,7 @@ class RemoteEngine:
         except ProtocolError as error:
             if isinstance(event, request.ShellFailed):
                 raise  # every living state takes it
-            # A mistake in this package costs the one request that it concerns, which ends as after a crash: all see it.
+            # A bug in this package costs the one request that it concerns, which ends as after a crash: all see it.
             crash = ActorCrashed(actor="request machine", error=str(error))
             self._step_request(request_id, request.ShellFailed(failure=crash), now_ns)
             match event:

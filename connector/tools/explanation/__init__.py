@@ -73,7 +73,7 @@ LOOK_LIKE_A_HANG = frozenset({"DeadlineExceeded", "Quarantined", "QuarantineFull
 
 
 def _hanging(answer: Explanation, live: Live) -> Iterator[tuple[str, str]]:
-    """Ranks of both engines of a request in which NIXL hangs, which looks like a mistake of another engine: which
+    """Ranks of both engines of a request in which NIXL hangs, which looks like a bug of another engine: which
     engine, and what is to be said of it."""
     for engine_id, rank, row in live.of(EngineRow):
         if engine_id in (answer.engine_id, answer.peer) and row.counts.nixl_lag_seconds:
