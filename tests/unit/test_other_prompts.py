@@ -129,7 +129,8 @@ def test_drafts_behind_the_end_of_the_answer_are_not_lent(more: list[int]) -> No
     answered = [*PROMPT, SAMPLED_TOKEN, STOP_TOKEN]
     pull = asked(engine("d"), [*answered, *more], params)
     assert isinstance(pull, StartPull)
-    assert pull.num_tokens == len(answered)
+    # From 0.33 on the last token counts as not computed, as it does where no draft was.
+    assert pull.num_tokens == len(answered) - is_vllm_at_least("0.33")
 
 
 def test_a_ring_buffer_that_such_drafts_are_in_is_not_lent() -> None:
