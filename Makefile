@@ -1,17 +1,17 @@
 # make demo    two real vLLM engines exchange KV through this connector and the answers are compared
 # make test    what has to hold at each commit, part after part, each of which runs whatever became of the others:
 #                check, test-parts (tests that need no whole engine, two at a time), upstream, test-engines
-#                (engines without a model, and those pairs of whole ones that show most), test-next-vllm, simulate-fresh,
-#                programs (which of those that tests need are missing; an error where CI=true and apt could have brought
-#                them). Half an hour
+#                (engines without a model, and those pairs of whole ones that show most), upstream-next-vllm,
+#                test-next-vllm, simulate-fresh, programs (which of those that tests need are missing; an error where
+#                CI=true and apt could have brought them). Half an hour
 # make test-all   the same, with test-long (all other files, two at a time: rare engines, floods, churn) and test-alone
 #                (tests of how soon something is noticed, and of engines that take long to start, which want the machine
 #                for themselves); before a release. An hour or more
 # make upstream   vLLM's own scheduler-level tests of its connector, with this one in its place; fetches vLLM's source
 #              distribution (44 MB) the first time, and says SKIPPED where it cannot, unless CI is set to true
-# make test-next-vllm   what shows most on the newest vLLM that is supported and has no build for CPUs: its Python, from
-#              its source distribution, with the compiled code of the installed one; make test-next-vllm-all: all that
-#              meets vLLM
+# make upstream-next-vllm, make test-next-vllm   vLLM's own tests, and what shows most on the newest vLLM that is
+#              supported and has no build for CPUs: its Python, from its source distribution, with the compiled code of
+#              the installed one; make test-next-vllm-all: all that meets vLLM
 # make explore every order of events of the two cores with a few requests, in which up to two go wrong; takes minutes
 # make simulate SEEDS=100   that many seeds of the simulator: the two cores alone, then the production actors
 # make simulate-fresh   seeds that nobody has run before, on all levels, for 40 seconds
@@ -49,8 +49,8 @@ ENGINES := tests/e2e/test_engines.py tests/e2e/test_families.py tests/e2e/test_b
 LONG := tests/conformance/test_nixl_facts.py tests/unit/test_ten_thousand_requests.py tests/simulation/test_soak.py \
         tests/simulation/test_broken_connectors.py tests/actors/test_churn.py \
         tests/integration/test_attacks.py tests/integration/test_leaks.py tests/integration/test_networks.py
-# Where the two versions differ for a connector: the caches' memory, schedulers, pairs with the built-in connector.
 NEXT_VLLM := 0.33.0
+# Where the two versions differ for a connector: the caches' memory, schedulers, pairs with the built-in connector.
 ON_NEXT_VLLM := tests/unit/test_layout_remote.py tests/unit/test_registration.py tests/unit/test_parallelism.py \
         tests/unit/test_other_prompts.py tests/unit/test_read_back.py tests/unit/test_connector_scheduler.py \
         tests/e2e/test_builtin_compatibility.py tests/e2e/test_request_kinds.py
@@ -58,7 +58,7 @@ SEEDS ?= 100
 SEED ?= 1
 SOAK_SEEDS ?= 1
 
-.PHONY: help setup demo check test parts test-all all-parts test-parts test-engines test-long test-alone test-next-vllm test-next-vllm-all upstream programs explore simulate simulate-fresh \
+.PHONY: help setup demo check test parts test-all all-parts test-parts test-engines test-long test-alone upstream-next-vllm test-next-vllm test-next-vllm-all upstream programs explore simulate simulate-fresh \
         soak churn crashes oracle mutants chaos fuzz attack test-gpu prometheus bench diagrams clean
 .DEFAULT_GOAL := help
 
@@ -81,12 +81,12 @@ test: setup
 	@$(MAKE) --no-print-directory --keep-going --jobs=1 parts
 
 # What failed stands near the end of a long log: simulate-fresh is short.
-parts: check test-parts upstream test-engines test-next-vllm simulate-fresh programs
+parts: check test-parts upstream test-engines upstream-next-vllm test-next-vllm simulate-fresh programs
 
 test-all: setup
 	@$(MAKE) --no-print-directory --keep-going --jobs=1 all-parts
 
-all-parts: check test-parts upstream test-engines test-long test-alone test-next-vllm-all simulate-fresh programs
+all-parts: check test-parts upstream test-engines test-long test-alone upstream-next-vllm test-next-vllm-all simulate-fresh programs
 
 # The slowest are named, so that it can be seen where the time goes.
 # In the order of the conftest.py files: files that share engines follow each other, short ones are left for the end.
@@ -105,12 +105,13 @@ test-long: setup
 test-alone: setup
 	$(BIN)/python -m pytest $(ALONE)
 
-test-next-vllm: setup
+upstream-next-vllm: setup
 	$(BIN)/python -m tests.on_vllm --or-skip $(NEXT_VLLM) tests.upstream --or-skip
+
+test-next-vllm: setup
 	$(BIN)/python -m tests.on_vllm --or-skip $(NEXT_VLLM) pytest $(TWO_AT_A_TIME) $(ON_NEXT_VLLM)
 
 test-next-vllm-all: setup
-	$(BIN)/python -m tests.on_vllm --or-skip $(NEXT_VLLM) tests.upstream --or-skip
 	$(BIN)/python -m tests.on_vllm --or-skip $(NEXT_VLLM) pytest $(TWO_AT_A_TIME) $(LONG:%=--ignore %) \
 		tests/unit tests/integration $(ENGINES)
 

@@ -21,7 +21,7 @@ RING, REPLICATED = "ring", "replicated"
 """Components of layers whose blocks are one per request and alike on all ranks: ring buffers, and whole states."""
 
 KEYS, VALUES, KEYS_AND_VALUES, LATENT = "k", "v", "kv", "latent"
-"""Components of attention: K and V of a head, and both in a form of the attention back end."""
+"""Components of attention: K and V of a head, both in a form of the attention back end, and what all heads share."""
 
 SLOTS, STATE_OF_RANK = "kv_slots", "state"
 """Components of which nobody knows how they are divided among ranks: slots in place of heads, and what a rank has of a

@@ -43,7 +43,8 @@ def _add_compiled_code(package: Path) -> None:
 
 def _add_metadata(root: Path, version: str) -> None:
     """With the entry points of the installed one: those that vLLM itself needs."""
-    (installed,) = [found for name in VLLM for found in metadata.distributions(name=name)]
+    # The first: one that was put in front of the installed one may be there, too.
+    installed = next(found for name in VLLM for found in metadata.distributions(name=name))
     folder = root / f"{DISTRIBUTION}-{version}+{BUILD}.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: {version}+{BUILD}\n")

@@ -25,6 +25,7 @@ BEFORE = {
     "engines": "tests/integration tests/gpu",
 }
 AFTER = {
+    "another version of vLLM": "-m tests.on_vllm",
     "fresh seeds": "-m tests.simulation.fresh",
     "programs that are missing": "-m tests.programs",
 }
