@@ -30,6 +30,8 @@ class PeerAddress(msgspec.Struct, frozen=True, kw_only=True):
     """What the client says. Facts about sizes are in the engine's own handshake; a built-in engine tells none."""
     dcp_size: int = 1
     pp_size: int = 1
+    registration: int = 0
+    """As of `wire.params.RemotePrefill`."""
 
     def __str__(self) -> str:
         return join_address(self.host, self.port)

@@ -91,6 +91,18 @@ class ControlLinkLost(PeerFailure, frozen=True, kw_only=True):
         return f"the control connection to prefill engine {self.peer} was lost ({self.detail}); it is rebuilt"
 
 
+class RegistrationReplaced(PeerFailure, frozen=True, kw_only=True):
+    """The peer, a built-in one, has registered its KV cache anew since it was connected: it has slept."""
+
+    registration: int
+
+    def __str__(self) -> str:
+        return (
+            f"prefill engine {self.peer} has registered its KV cache anew (number {self.registration}) since it was "
+            "connected; it is connected again"
+        )
+
+
 class PeerSilent(PeerFailure, frozen=True, kw_only=True):
     """A worker of the peer has answered nothing of what it was asked about leases, over a connection that stands."""
 

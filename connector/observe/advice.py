@@ -84,6 +84,7 @@ WHAT_TO_DO: dict[str, str] = {
     ),
     "ControlLinkLost": "see whether P's worker died, and whether D can reach its port; it is connected again by itself",
     "PeerSilent": "see whether P hangs or is stopped, or the network to it; it is connected again once it answers",
+    "RegistrationReplaced": "nothing to do: it is connected again by itself",
     "ReadNeverEnded": (
         "see whether P hangs, or the network between P and D, or whether a firewall closes ports of UCX "
         "(UCX_TCP_PORT_RANGE) in one direction; its blocks come back when the READs end"

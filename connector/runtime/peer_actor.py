@@ -353,6 +353,7 @@ class PeerActor:
                     lease=command.lease,
                     address=command.peer,
                     age_ns=to_ns(command.age_seconds),
+                    registration=command.peer.registration,
                     keeps_lease=command.keeps_lease,
                     message=command,
                 )
@@ -362,6 +363,7 @@ class PeerActor:
                     lease=command.lease,
                     address=command.peer,
                     age_ns=to_ns(command.age_seconds),
+                    registration=command.peer.registration,
                     message=command,
                 )
             case _:

@@ -443,4 +443,5 @@ def _address(remote: RemotePrefill) -> PeerAddress:
         tp_size=remote.tp_size,
         dcp_size=remote.dcp_size,
         pp_size=remote.pp_size,
+        registration=remote.registration,
     )

@@ -92,6 +92,9 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """The signature covers all other fields; see `require_genuine`."""
     signed_host: str | None = None
     """What `host` was when it was signed: some routers put the host of P's HTTP there."""
+    registration: int = 0
+    """How often P, a built-in one, had registered its KV cache when it lent these blocks: it does so again when it has
+    slept, and who is connected has to connect anew. 0: it does not say, or P is one of ours, of which D hears it."""
 
 
 class ParamsKind(enum.Flag):
@@ -168,6 +171,7 @@ def parse_remote_prefill(raw_untrusted: object) -> RemotePrefill:
         media_names=wire.media_names,
         signature=wire.signature,
         signed_host=wire.signed_host,
+        registration=wire.remote_registration_generation if wire.lease_number is None else 0,
     )
 
 
@@ -195,11 +199,18 @@ def require_genuine(
 
 
 def build_remote_prefill(
-    remote: RemotePrefill, *, expires_seconds: float | None = None, keys: ParamsKeys | None = None
+    remote: RemotePrefill,
+    *,
+    registration: int = 0,
+    expires_seconds: float | None = None,
+    keys: ParamsKeys | None = None,
 ) -> dict[str, Any]:
     """What an engine returns for a request whose blocks it lends: JSON-serialisable, understood by a built-in peer too.
 
     `remote`: where they lie; it carries no signature yet.
+
+    `registration`: how often this engine has registered its KV cache anew, for built-in peers, which hear of it here
+    alone (from vLLM 0.33 on).
 
     `expires_seconds` None: P lends to D, which reads the whole prompt. Otherwise D lends to P, for the next prompt of
     the conversation; it is the end of the lease by the clock that the listener tells (`time.perf_counter`), in seconds.
@@ -232,6 +243,8 @@ def build_remote_prefill(
         made["adapter_weights"] = remote.adapter_weights
     if remote.media_names is not None:
         made["media_names"] = remote.media_names
+    if registration:
+        made["remote_registration_generation"] = registration
     if keys is not None:
         made["signature"] = keys.sign(remote, lends_back=lends_back)
         made["signed_host"] = remote.host
@@ -276,6 +289,12 @@ _FIELDS = (
     _WireField("pp_size", _Size, _SIZE_WORDS, 1),
     _WireField("remote_num_tokens", _Token | None, f"an integer from 0 to {TOKENS_MAX}, or null", None),
     _WireField("remote_blocks_expiry_time", _Seconds | None, "a finite number of seconds, or null", None),
+    _WireField(
+        "remote_registration_generation",
+        Annotated[int, Meta(ge=0, le=NUMBER_MAX)],
+        f"an integer from 0 to {NUMBER_MAX}",
+        0,
+    ),
     _WireField("transfer_mode", Literal["pull"], '"pull" (push transfers are not supported)', "pull"),
     _WireField(
         "lease_number",

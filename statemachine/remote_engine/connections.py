@@ -21,6 +21,7 @@ class Connection:
         unsettled: READs that failed on it and may still write, as (request id, number).
         was_of_use: a READ has ended well over it.
         of_use_from_ns: if it is lost after that, and nobody reads over it then, it has been of use all the same.
+        registration: of P's KV cache, the newest that was known when it was made.
         failure: what first made it suspect.
         is_torn_down: its agents are removed. It is forgotten when nothing is unsettled either.
     """
@@ -33,16 +34,26 @@ class Connection:
         "number",
         "of_use_from_ns",
         "open_reads",
+        "registration",
         "unsettled",
         "was_of_use",
         "workers",
     )
 
-    def __init__(self, number: int, workers: tuple[str, ...], of_use_from_ns: int, *, is_builtin: bool) -> None:
+    def __init__(
+        self,
+        number: int,
+        workers: tuple[str, ...],
+        of_use_from_ns: int,
+        *,
+        is_builtin: bool,
+        registration: int = 0,
+    ) -> None:
         self.number = number
         self.of_use_from_ns = of_use_from_ns
         self.workers = workers
         self.is_builtin = is_builtin
+        self.registration = registration
         self.open_reads: dict[tuple[str, int], None] = {}
         self.unsettled: dict[tuple[str, int], None] = {}
         self.was_of_use = False
@@ -60,7 +71,13 @@ class Connection:
         return now_ns >= self.of_use_from_ns and not (self.open_reads or self.unsettled)
 
     def copy(self) -> Connection:
-        other = Connection(self.number, self.workers, self.of_use_from_ns, is_builtin=self.is_builtin)
+        other = Connection(
+            self.number,
+            self.workers,
+            self.of_use_from_ns,
+            is_builtin=self.is_builtin,
+            registration=self.registration,
+        )
         other.open_reads = dict(self.open_reads)
         other.unsettled = dict(self.unsettled)
         other.was_of_use = self.was_of_use
@@ -74,6 +91,7 @@ class Connection:
             max(0, self.of_use_from_ns - now_ns),
             self.ranks,
             self.is_builtin,
+            self.registration,
             frozenset(self.open_reads),
             frozenset(self.unsettled),
             self.was_of_use,

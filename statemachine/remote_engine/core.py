@@ -24,6 +24,7 @@ from statemachine.failures import (
     PeerSilent,
     PreviousReadsInFlight,
     ReadNeverEnded,
+    RegistrationReplaced,
     is_transport_lost,
 )
 from statemachine.kernel import Event, Machine, ProtocolError
@@ -118,6 +119,8 @@ class RemoteEngine:
         self._parked: list[tuple[int, FromEngine]] = []
         # Of the latest connection; None before the first.
         self._life: str | None = None
+        # The newest registration of P's KV cache that a request has named, and the one when the last attempt began.
+        self._registration, self._attempted_registration = 0, 0
         self._backoff_until_ns = 0
         self._timers: Deadlines[TimerKey] = Deadlines()
         self._outcome: Outcome[EngineEffect] = Outcome(observe)
@@ -242,8 +245,10 @@ class RemoteEngine:
             return
         match event:
             case Announced():
+                self._note_registration(event.registration, now_ns)
                 self._announce(event, now_ns)
             case Started():
+                self._note_registration(event.registration, now_ns)
                 self._start(event, now_ns)
             case ReleaseUnread():
                 self._release_unread(event, now_ns)
@@ -508,6 +513,7 @@ class RemoteEngine:
         for effect in effects:
             match effect:
                 case peer.StartHandshake():
+                    self._attempted_registration = self._registration
                     self._outcome.effects.append(StartHandshake(address=self.address))
                 case peer.AnnounceReady():
                     self._announce_ready(now_ns)
@@ -532,7 +538,13 @@ class RemoteEngine:
 
     def _connect(self, event: Connected, now_ns: int) -> None:
         of_use_from_ns = now_ns + self._limits.backoff_max_ns
-        connection = Connection(event.connection, event.workers, of_use_from_ns, is_builtin=event.is_builtin)
+        connection = Connection(
+            event.connection,
+            event.workers,
+            of_use_from_ns,
+            is_builtin=event.is_builtin,
+            registration=self._attempted_registration,
+        )
         self._connections.add(connection)
         if self._peer.state is not peer.State.HANDSHAKING:
             return  # its executor crashed meanwhile, and the attempt was answered for; `_follow_up` tears it down
@@ -544,7 +556,23 @@ class RemoteEngine:
             # if it is no built-in one, which says nothing about them.
             for claim in self._claims.lose_all(RESTARTED, connection.ranks, but_numbered=not event.is_builtin):
                 self._tell_gone(claim, now_ns)
+            # It counts from the beginning, and may have come to any number: the next request that names one is not
+            # believed to be of this connection.
+            self._registration = connection.registration = 0
         self._step_peer(peer.HandshakeSucceeded(), now_ns)
+        self._require_registration(now_ns)
+
+    def _note_registration(self, registration: int, now_ns: int) -> None:
+        """A request names it. Over a connection that was made before, who knows what would be read."""
+        if registration > self._registration:
+            self._registration = registration
+            self._require_registration(now_ns)
+
+    def _require_registration(self, now_ns: int) -> None:
+        current = self._connections.current
+        if current is not None and current.registration < self._registration:
+            replaced = RegistrationReplaced(**self._of_peer(), registration=self._registration)
+            self._suspect(current.number, replaced, now_ns)
 
     def _fail_handshake(self, failure: Failure, now_ns: int, *, is_awaited: bool) -> None:
         if self._peer.state is peer.State.HANDSHAKING:
@@ -573,7 +601,11 @@ class RemoteEngine:
             has_ended = isinstance(failure, ControlLinkLost) or is_transport_lost(failure)
             if has_ended and self._departure.state is departure.State.LEAVING:
                 failure = self._left(failure)
-            was_of_use = connection.was_of_use or (has_ended and connection.has_stood_idle(now_ns))
+            was_of_use = (
+                connection.was_of_use
+                or isinstance(failure, RegistrationReplaced)
+                or (has_ended and connection.has_stood_idle(now_ns))
+            )
             self._step_peer(peer.ConnectionSuspect(failure=failure, was_of_use=was_of_use), now_ns)
             if has_ended:
                 self._step_departure(departure.ConnectionEnded(), now_ns)
@@ -869,6 +901,7 @@ class RemoteEngine:
         other._waiting, other._proving = dict(self._waiting), dict(self._proving)
         other._parked = list(self._parked)
         other._life = self._life
+        other._registration, other._attempted_registration = self._registration, self._attempted_registration
         other._is_stopped = self._is_stopped
         other._backoff_until_ns = self._backoff_until_ns
         other._timers = self._timers.copy()
@@ -885,6 +918,7 @@ class RemoteEngine:
             self._departure.state,
             tuple((now_ns - came_ns, event) for came_ns, event in self._parked),
             self._life,
+            (self._registration, self._attempted_registration),
             self._is_stopped,
             frozenset(self._freeze_request(each, now_ns) for each in self._requests.values()),
             self._timers.freeze(now_ns),

@@ -60,7 +60,8 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 # --- events: from the engine ----------------------------------------------------------------------------------------
 #
-# `message` is what has said it; opaque to the core, which gives it back with PassToSuccessor.
+# `message` is what has said it; opaque to the core, which gives it back with PassToSuccessor. `registration`: how often
+# P, a built-in one, had registered its KV cache when it lent the blocks; 0: it does not say.
 
 
 class Announced(Event, frozen=True, kw_only=True):
@@ -70,6 +71,7 @@ class Announced(Event, frozen=True, kw_only=True):
     lease: LeaseName
     address: Address
     age_ns: int
+    registration: int = 0
     message: Any = None
 
 
@@ -81,6 +83,7 @@ class Started(Event, frozen=True, kw_only=True):
     lease: LeaseName
     address: Address
     age_ns: int
+    registration: int = 0
     keeps_lease: bool = False
     message: Any = None
 

@@ -40,6 +40,7 @@ from statemachine.failures import (
     PreviousReadsInFlight,
     Quarantined,
     ReadNeverEnded,
+    RegistrationReplaced,
     TransferError,
 )
 from statemachine.kernel import Effect, Event, ProtocolError
@@ -168,8 +169,9 @@ class Driver:
     def announce(self, request_id: str, lease: LeaseName = A, age_ns: int = 0) -> list[Effect]:
         return self.feed(Announced(request_id=request_id, lease=lease, address=ADDRESS, age_ns=age_ns))
 
-    def start(self, request_id: str, lease: LeaseName = A, age_ns: int = 0) -> list[Effect]:
-        return self.feed(Started(request_id=request_id, lease=lease, address=ADDRESS, age_ns=age_ns))
+    def start(self, request_id: str, lease: LeaseName = A, age_ns: int = 0, *, registration: int = 0) -> list[Effect]:
+        started = Started(request_id=request_id, lease=lease, address=ADDRESS, age_ns=age_ns, registration=registration)
+        return self.feed(started)
 
     def need_nothing(self, request_id: str, lease: LeaseName = A) -> list[Effect]:
         return self.feed(ReleaseUnread(request_id=request_id, lease=lease, address=ADDRESS))
@@ -300,6 +302,67 @@ def test_renewals_of_many_leases_travel_in_few_messages() -> None:
     assert sorted(lease for each in holds for lease in each.leases) == sorted(leases)
     holds = only(drive.wait(S), SendHold)
     assert [len(each.leases) for each in holds] == [LEASES_PER_MESSAGE_MAX, LEASES_PER_MESSAGE_MAX, 176]
+
+
+# --- a built-in P that has slept, and has registered its KV cache anew ------------------------------------------------
+
+
+def replaced(registration: int) -> RegistrationReplaced:
+    return RegistrationReplaced(peer="p", address=ADDRESS, registration=registration)
+
+
+def offered(request_id: str, number: int) -> ResolveBlocks:
+    return ResolveBlocks(request_id=request_id, connection=number)
+
+
+def test_nothing_is_read_over_a_connection_that_was_made_before() -> None:
+    drive = connected(is_builtin=True)
+    assert drive.start("a", OF_BUILTIN, registration=1) == [TearDown(connection=1, failure=replaced(1))]
+    assert drive.feed(TornDown(connection=1)) == [StartHandshake(address=ADDRESS)]
+    assert offered("a", 2) in drive.connect(2, is_builtin=True)
+    # Of the same registration, of an older one (a request that was on its way for long), and without one.
+    for number, registration in enumerate((1, 1, 0)):
+        lease = LeaseName(f"p-{number}", 0)
+        assert offered(f"b-{number}", 2) in drive.start(f"b-{number}", lease, registration=registration)
+
+
+def test_what_is_read_meanwhile_ends_first() -> None:
+    drive = reading(is_builtin=True)
+    lease = LeaseName("p-c", 0)
+    assert drive.start("b", lease, registration=1) == [WithdrawReads(request_id="a")]
+    ended = drive.end("a", was_wanted=False)
+    assert ended == [TearDown(connection=1, failure=replaced(1))]
+    drive.feed(TornDown(connection=1))
+    assert {offered("a", 2), offered("b", 2)} <= set(drive.connect(2, is_builtin=True))
+
+
+def test_a_handshake_that_began_before_is_not_believed_either() -> None:
+    drive = Driver()
+    drive.announce("a", OF_BUILTIN)
+    assert drive.start("a", OF_BUILTIN, registration=1) == []
+    assert TearDown(connection=1, failure=replaced(1)) in drive.connect(1, is_builtin=True)
+    assert drive.resolve("a") == []
+    drive.feed(TornDown(connection=1))
+    assert offered("a", 2) in drive.connect(2, is_builtin=True)
+
+
+def test_no_pause_follows_however_often_it_happens() -> None:
+    drive = connected(is_builtin=True)
+    for number in range(1, 6):
+        lease = LeaseName(f"p-{number}", 0)
+        drive.start(f"a-{number}", lease, registration=number)
+        assert drive.feed(TornDown(connection=number)) == [StartHandshake(address=ADDRESS)]
+        drive.connect(number + 1, is_builtin=True)
+        assert drive.state is peer.State.READY
+
+
+def test_another_process_counts_from_the_beginning() -> None:
+    drive = connected(is_builtin=True)
+    drive.start("a", OF_BUILTIN, registration=5)
+    drive.feed(TornDown(connection=1))
+    drive.connect(2, is_builtin=True, life="l2")
+    torn_down = TearDown(connection=2, failure=replaced(1))
+    assert torn_down in drive.start("b", LeaseName("p-b", 0), registration=1)
 
 
 # --- the proof --------------------------------------------------------------------------------------------------------

@@ -69,6 +69,7 @@ CHANGED: dict[str, Any] = {
     "first_tokens": (0, 160),
     "adapter_weights": None,
     "media_names": "4567:89ee",
+    "registration": 3,
     "signed_host": "10.0.0.2",
 }
 """Another value for each field of the parameters."""

@@ -71,6 +71,15 @@ def test_params_of_a_builtin_prefill() -> None:
     assert (parsed.lease_number, parsed.block_ids) == (None, ((),))
 
 
+def test_how_often_a_builtin_prefill_has_registered_its_cache() -> None:
+    """Ours says it for built-in decode engines; a decode engine of ours hears of it otherwise."""
+    raw = build_remote_prefill(LENT, registration=3)
+    assert raw["remote_registration_generation"] == 3
+    assert parse_remote_prefill(raw) == LENT
+    assert parse_remote_prefill(raw | {"lease_number": None}).registration == 3
+    assert "remote_registration_generation" not in VALID
+
+
 def test_absent_sizes_are_one_and_unknown_keys_are_ignored() -> None:
     raw = {key: VALID[key] for key in REQUIRED} | {"router_hint": object(), 7: "odd"}
     parsed = parse_remote_prefill(raw)

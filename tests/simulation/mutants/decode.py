@@ -703,6 +703,12 @@ READS = (
         place=Explored(within(ONE, 2), "invariant 7"),
     ),
     Mutant(
+        name="a built-in P that has slept is read as before",
+        broken="a request is read over a connection that was made before P registered its KV cache anew",
+        changes=(Edit(RemoteEngine._require_registration, "current.registration < self._registration", "False"),),
+        place=ByTest("tests/unit/test_remote_engine.py::test_nothing_is_read_over_a_connection_that_was_made_before"),
+    ),
+    Mutant(
         name="a lost notification raises no suspicion",
         rule="a quarantine makes suspect",
         row=47,
