@@ -50,10 +50,10 @@ LONG := tests/conformance/test_nixl_facts.py tests/unit/test_ten_thousand_reques
         tests/simulation/test_broken_connectors.py tests/actors/test_churn.py \
         tests/integration/test_attacks.py tests/integration/test_leaks.py tests/integration/test_networks.py
 NEXT_VLLM := 0.33.0
-# Where the two versions differ for a connector: the caches' memory, schedulers, pairs with the built-in connector.
+# Where the two versions differ for a connector: the caches' memory, schedulers, pairs with the built-in connector, sleep.
 ON_NEXT_VLLM := tests/unit/test_layout_remote.py tests/unit/test_registration.py tests/unit/test_parallelism.py \
         tests/unit/test_other_prompts.py tests/unit/test_read_back.py tests/unit/test_connector_scheduler.py \
-        tests/e2e/test_builtin_compatibility.py tests/e2e/test_request_kinds.py
+        tests/e2e/test_builtin_compatibility.py tests/e2e/test_request_kinds.py tests/e2e/test_sleep.py
 SEEDS ?= 100
 SEED ?= 1
 SOAK_SEEDS ?= 1

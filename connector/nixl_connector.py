@@ -32,12 +32,12 @@ from connector.observe.stats import ConnectorPromMetrics, ConnectorStats
 from connector.plugin import register
 from connector.scheduler.cache_groups import has_windows_of_other_blocks
 from connector.scheduler.connector_scheduler import ConnectorScheduler
-from connector.staging import asks_for_staging
 from connector.step_metadata import StepMetadata
 from connector.step_overlap import require_role_that_reads
 from connector.worker.connector_worker import ConnectorWorker
 from connector.worker.control_socket import require_control_ports
 from connector.worker.registration import require_supported
+from connector.worker.sleep_mode import supports_sleep_mode
 
 if TYPE_CHECKING:
     import torch
@@ -105,8 +105,8 @@ class NixlActorConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        """Asked from vLLM 0.33 on, at start. The cache's memory stays registered, unless KV is staged."""
-        return asks_for_staging(kv_transfer_config)
+        """Asked from vLLM 0.33 on, at start."""
+        return supports_sleep_mode(kv_transfer_config)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
@@ -191,8 +191,14 @@ class NixlActorConnector(KVConnectorBase_V1, SupportsHMA):
         """How to copy blocks between device and host; used only where KV is staged on the host."""
         self._worker_side.set_copy_operation(copy_operation)
 
+    def unregister_kv_caches(self) -> None:
+        self._worker_side.unregister_kv_caches()
+
+    def restore_kv_caches(self) -> None:
+        self._worker_side.restore_kv_caches()
+
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Asked for once, when the engine has been warmed up."""
+        """Asked for when the engine has been warmed up, and when it has woken up."""
         self._worker_side.note_warm()
         return self._worker_side.handshake_metadata
 

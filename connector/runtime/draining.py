@@ -52,6 +52,7 @@ class EngineDraining:
 
     Args:
         side_channel: to the workers; closed by `close`.
+        workers: may be replaced by as many others.
         grace_ns: of the grace period, unless `ask` says otherwise.
         count: what is lent now. Called in this thread.
         on_change: called when the state has changed.
@@ -73,7 +74,7 @@ class EngineDraining:
         log_crash: Callable[[str, BaseException], None],
     ) -> None:
         self._side_channel = side_channel
-        self._workers = list(workers)
+        self.workers = workers
         self._clock = clock
         self._grace_ns = grace_ns
         self._count = count
@@ -87,7 +88,7 @@ class EngineDraining:
         """Begin, unless it has begun. `cause`: for people."""
         grace_ns = self._grace_ns if grace_ns is None else grace_ns
         self._step(
-            machine.Asked(now_ns=self._clock.now_ns(), cause=cause, grace_ns=grace_ns, workers=len(self._workers))
+            machine.Asked(now_ns=self._clock.now_ns(), cause=cause, grace_ns=grace_ns, workers=len(self.workers))
         )
 
     def report(self) -> DrainReport:
@@ -116,7 +117,7 @@ class EngineDraining:
                 await trio.sleep(COUNT_SECONDS)
 
     async def _tell(self, number: int) -> None:
-        host, port, key, secret = self._workers[number]
+        host, port, key, secret = self.workers[number]
         try:
             with trio.fail_after(TELL_SECONDS), closing(await self._side_channel.open_link(host, port, key)) as link:
                 grace_ns = max(0, self.value.ends_ns - self._clock.now_ns())

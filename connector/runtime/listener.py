@@ -14,14 +14,14 @@ not wait for a file system.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import trio
 
 from connector.observe.log import ProblemLog
 from connector.ports.side_channel import Listener, SideChannel, units_to_send
-from connector.runtime.draining import EngineDraining
+from connector.runtime.draining import EngineDraining, OwnWorker
 from connector.runtime.restarts import keep_running
 from connector.waiting_threads import NoThreadLeft, call_in_thread
 from connector.wire.administration import encode_report, is_drain
@@ -119,6 +119,11 @@ class HandshakeListener:
         self._payloads = {
             rank: payload if refusal is None else encode_refusal(payload, refusal) for rank, payload in payloads.items()
         }
+
+    def tell_workers(self, workers: Sequence[OwnWorker]) -> None:
+        """From now on these are told that the engine is to end."""
+        if self._draining is not None:
+            self._draining.workers = workers
 
     def deliver(self, command: Callable[[HandshakeListener], None]) -> None:
         """What the scheduler's thread wants done."""

@@ -28,6 +28,11 @@ _Number: TypeAlias = tuple[int, int, int]
 """Process id, its namespace, buffer id."""
 
 
+def reaches_other_nodes(variables: Mapping[str, str]) -> bool:
+    """Whether UCX is told, in this environment, to use NVLink between nodes."""
+    return variables.get("UCX_CUDA_IPC_ENABLE_MNNVL", "").lower() in _ON
+
+
 class MappedMemory:
     """Of one worker process, which runs on `machine`, and of a cache on a device or not.
 
@@ -38,7 +43,7 @@ class MappedMemory:
     def __init__(self, machine: str, variables: Mapping[str, str], *, is_on_device: bool) -> None:
         self._machine = machine
         self._is_needed = is_on_device and variables.get("UCX_CUDA_IPC_CACHE", "").lower() not in _OFF
-        self._reaches_others = variables.get("UCX_CUDA_IPC_ENABLE_MNNVL", "").lower() in _ON
+        self._reaches_others = reaches_other_nodes(variables)
         # Allocations of that number, each with the life of the engine that had it last.
         self._mapped: OrderedDict[_Number, dict[Allocation, str]] = OrderedDict()
         self._known = 0

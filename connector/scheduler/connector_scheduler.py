@@ -17,6 +17,7 @@ list when vLLM frees the request, until the worker reports that the READ has end
 from __future__ import annotations
 
 import itertools
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, assert_never
 
@@ -138,6 +139,8 @@ class ConnectorScheduler:
         self._local_prefills = 0
         self._local_prefills_named: list[LocalPrefill] = []
         self._listener: ListenerThread | None = None
+        # What it serves.
+        self._served: dict[tuple[int, int], HandshakeMetadata] = {}
         # After SIGTERM vLLM waits for so long, and then kills.
         shutdown_seconds = min(vllm_config.shutdown_timeout, options.drain_grace_seconds)
         self._draining = SchedulerDraining(
@@ -393,7 +396,10 @@ class ConnectorScheduler:
     # --- side channel -------------------------------------------------------------------------------------------
 
     def serve_handshakes(self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:
-        """Start the listener with every rank's payload. Raises ThreadStartError, for instance for a port in use."""
+        """Start the listener with every rank's payload; or have it serve others, when the engine has slept.
+
+        Raises ThreadStartError, for instance for a port in use.
+        """
         ranks: dict[tuple[int, int], HandshakeMetadata] = {}
         for rank, payload in metadata.items():
             if not isinstance(payload, HandshakeMetadata):
@@ -404,7 +410,7 @@ class ConnectorScheduler:
                 self._host,
                 self._port,
                 ranks,
-                self._life,
+                self._life,  # its first
                 self._note_listener_death,
                 look_again=self._look_again,
                 access=self._listener_access,
@@ -419,6 +425,11 @@ class ConnectorScheduler:
             local_only = "; only engines on this machine reach it" if is_loopback(self._host) else ""
             at = join_address(self._host, self._port)
             _log.info("handshakes are answered at %s%s [%s]", at, local_only, self._engine_id)
+        elif ranks != self._served:
+            self._lends.registration += 1
+            self._listener.serve(ranks, uuid.uuid4().hex)
+            _log.info("handshakes are answered with the KV cache as it is registered now [%s]", self._engine_id)
+        self._served = ranks
 
     def bind_cache_manager(self, manager: KVCacheManager) -> None:
         self._cache_manager = manager

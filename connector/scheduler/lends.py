@@ -71,6 +71,7 @@ class Lends:
     Attributes: asked for in every step.
         computing, prompts: as of `Granting`.
         stopped: why nothing is lent any more; None: it is.
+        registration: how often the KV cache was registered anew, since this engine has slept.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Lends:
         self._granting = Granting(1 + int(life[:12], 16))
         self.computing, self.prompts = self._granting.computing, self._granting.prompts
         self.stopped: str | None = None
+        self.registration = 0
         # Where D computes more than the last token of every prompt, that one sees nothing that P gives back.
         self._far_ends = FarEnds(groups.all if not groups.tokens_left_to_decode else ())
         self._block_pool: BlockPool | None = None
@@ -342,7 +344,7 @@ class Lends:
             media_names=self._media.of(request, tokens) if grant.for_decode else None,
         )
         keys = self._key_file.keys if self._key_file is not None else None
-        return build_remote_prefill(remote, expires_seconds=expires_seconds, keys=keys)
+        return build_remote_prefill(remote, registration=self.registration, expires_seconds=expires_seconds, keys=keys)
 
 
 def wants_remote_decode(request: Request) -> bool:

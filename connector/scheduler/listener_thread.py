@@ -86,6 +86,11 @@ class ListenerThread:
         raise_descriptor_limit()  # by which connections are counted
         self._thread.start()
 
+    def serve(self, ranks: Mapping[tuple[int, int], HandshakeMetadata], life: str) -> None:
+        """From now on these, which are as many. For peers the engine has been started again."""
+        self._thread.post(lambda listener: self._replace(listener, ranks, life))
+        self._thread.flush()
+
     def stop_serving(self, reason: str) -> None:
         """From now on every handshake is refused, with this reason."""
         self._thread.post(lambda listener: listener.stop_serving(reason))
@@ -132,11 +137,7 @@ class ListenerThread:
             look_again=self._look_again,
             draining=EngineDraining(
                 side_channel=to_workers,
-                workers=[
-                    OwnWorker(said.control_host, said.control_port, said.control_key, each.leave_secret)
-                    for each in self._ranks.values()
-                    for said in (each.extension,)
-                ],
+                workers=self._workers(),
                 clock=self._clock,
                 grace_ns=self._grace_ns,
                 lease_ns=self.draining.lease_ns,
@@ -146,6 +147,20 @@ class ListenerThread:
                 log_crash=self._note_crash,
             ),
         )
+
+    def _workers(self) -> list[OwnWorker]:
+        return [
+            OwnWorker(said.control_host, said.control_port, said.control_key, each.leave_secret)
+            for each in self._ranks.values()
+            for said in (each.extension,)
+        ]
+
+    def _replace(
+        self, listener: HandshakeListener, ranks: Mapping[tuple[int, int], HandshakeMetadata], life: str
+    ) -> None:
+        self._ranks, self._life = dict(ranks), life
+        listener.answer_with(self._payloads())
+        listener.tell_workers(self._workers())
 
     def _show_draining(self, draining: Draining) -> None:
         self.draining = draining

@@ -1,6 +1,8 @@
 """The worker-process side of the connector, on the engine thread.
 
 connector_worker    registration once, then commands out and worker events in
+actors              what runs beside the engine thread
+sleep_mode          an engine that sleeps, and its memory with it
 ledger              what vLLM waits for, and what it is told
 finishing           what is left to do when READs have ended, and when vLLM may be told
 registration        from KV cache tensors to what is registered with NIXL and told to peers

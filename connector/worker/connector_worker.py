@@ -1,9 +1,10 @@
 """The worker-process side, on the engine thread: registration once, then commands out and worker events in.
 
-After `register_kv_caches` the engine thread makes no NIXL and no ZMQ call. `start_load_kv` appends this step's commands
-to a deque and wakes the actors once; `get_transfer_results` empties the deque of worker events. Neither waits for
-another thread. The engine thread waits for the device in four cases: for copies between it and the host where KV is
-staged there (`host_staging`), for checksums with the option `verify` (`block_sums`), on ROCm before states are reported
+After `register_kv_caches` the engine thread makes no NIXL and no ZMQ call, and it waits for the actors only where the
+engine falls asleep or wakes up (`sleep_mode`). `start_load_kv` appends this step's commands to a deque and wakes the
+actors once; `get_transfer_results` empties the deque of worker events. Neither waits for another thread. The engine
+thread waits for the device in four cases: for copies between it and the host where KV is staged there
+(`host_staging`), for checksums with the option `verify` (`block_sums`), on ROCm before states are reported
 (`finishing`), and where a step may still write blocks that are lent with it (`step_fence`). On CPUs, what follows a
 READ (permuting, packing, zeroing) is computed in `get_transfer_results`.
 
@@ -12,38 +13,30 @@ What is open is in the ledger; when the thread of the actors dies, it ends every
 
 from __future__ import annotations
 
-import secrets
-import uuid
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
-from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.platforms import current_platform
 
 from connector.actor_death import act_on
-from connector.addresses import join_address
 from connector.clock import BootClock, Clock
 from connector.config import ConnectorOptions
-from connector.descriptor_limit import raise_descriptor_limit
 from connector.key_files import channel_access
 from connector.layout.geometry import RankLayout
 from connector.layout.verification import lent_blocks, lent_runs
 from connector.observe import catalogue
-from connector.observe.event_log import EventLog, FailureLog
+from connector.observe.event_log import FailureLog
 from connector.observe.hang_notice import HangNotice
-from connector.observe.log import CrashCount, StrangerLog, get_logger, log_crash, root_cause
+from connector.observe.log import CrashCount, get_logger, log_crash, root_cause
 from connector.observe.sinks import combined
 from connector.observe.spans import makes_spans
 from connector.observe.stats import ConnectorStats
 from connector.observe.trace_log import open_trace_log
 from connector.observe.trace_writer import TraceWriter
-from connector.ports.nixl_agent import RealNixlPort
-from connector.ports.side_channel import Listener, SideChannel
-from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.protocol import (
     AfterSteps,
     Command,
@@ -58,26 +51,17 @@ from connector.protocol import (
     WorkerEvent,
     WorkerStopped,
 )
-from connector.runtime.context import WorkerContext
 from connector.runtime.figures import Figures
-from connector.runtime.recorder import Recorder
-from connector.runtime.supervisor import SHUTDOWN_GRACE_SECONDS, Supervisor
-from connector.runtime.thread import ActorThread, ThreadStartError
+from connector.runtime.thread import ActorThread
 from connector.runtime.verification import lease_sums, stretches
 from connector.staging import advertised_layout_name, is_staged
 from connector.step_metadata import HandshakeMetadata, StepMetadata, WorkerReport
-from connector.versions import NIXL, shown_version
-from connector.wire.administration import LEAVE_SECRET_BYTES
 from connector.wire.control import NO_SUMS, encode_sums
-from connector.wire.handshake import ActorExtension
-from connector.wire.metadata import encode_agent_metadata
+from connector.worker.actors import ACTORS_THREAD, WorkerActors
 from connector.worker.block_sums import BlockSums
-from connector.worker.cache_memory import CacheMemory, scratch_beside
-from connector.worker.control_socket import control_port, listening_host, open_control_socket
+from connector.worker.cache_memory import CacheMemory
 from connector.worker.cpu_attention import packed_blocks
-from connector.worker.device_allocations import device_allocations, shift_buffer_ids
-from connector.worker.device_stream import make_current
-from connector.worker.engine_facts import engine_facts
+from connector.worker.device_allocations import shift_buffer_ids
 from connector.worker.finishing import Finishing, run_at_once, run_on
 from connector.worker.host_staging import HostStaging, make_host_buffers
 from connector.worker.landing import BlockPermuter, landing_caches
@@ -86,6 +70,7 @@ from connector.worker.memory_stays import keep_memory
 from connector.worker.parallelism import placement
 from connector.worker.pull_timer import PullTimer
 from connector.worker.registration import Registration, derive_registration
+from connector.worker.sleep_mode import MemoryInUse, follows_sleep
 from connector.worker.step_fence import StepFence, end_of_steps_on, writes_late
 from connector.worker.switch_interval import SwitchInterval
 from connector.worker.token_scales import lay_out_scales
@@ -97,10 +82,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import CopyBlocksOp
     from vllm.v1.kv_cache_interface import KVCacheConfig
-
-STOP_TIMEOUT_SECONDS = 4 * SHUTDOWN_GRACE_SECONDS
-
-ACTORS_THREAD = "kv-transfer-actors"
 
 _ACTORS_HANG = (
     "the KV transfer actors were called %.0f s ago and have not come: a call of theirs does not return, or something "
@@ -130,8 +111,12 @@ class ConnectorWorker:
         self._kv_cache_config = kv_cache_config
         self._options = options
         self._access = channel_access(options)
-        self._handshake_metadata: HandshakeMetadata | None = None
+        # Once the cache is registered; others when the engine has slept.
+        self._make_actors: Callable[[], WorkerActors] | None = None
+        # And not while it sleeps.
+        self._actors: WorkerActors | None = None
         self._thread: ActorThread[Command | AfterSteps] | None = None
+        self._is_asleep = False
         self._rank_number = 0
         # Of the engine thread; the actors have their own.
         self._log_failure: FailureLog | None = None
@@ -158,7 +143,6 @@ class ConnectorWorker:
         # Gauges as they were reported last; commands that waited then, and for how many LATE_SECONDS.
         self._gauges: dict[str, float] = {}
         self._late = _NOT_LATE
-        self._nixl_port: RealNixlPort | None = None
         self._nixl_lag_seconds = 0.0
         shift_buffer_ids()  # vLLM allocates the KV cache after this.
         self._hang_notice = HangNotice(ACTORS_THREAD, "the KV transfer actors", _ACTORS_HANG)
@@ -172,7 +156,7 @@ class ConnectorWorker:
         """
         place = placement(self._vllm_config)
         staged = is_staged(self._vllm_config)
-        if not staged:
+        if not (staged or follows_sleep(self._vllm_config)):
             keep_memory(self._vllm_config)  # a copy's too: an engine sleeps as a whole
         if place.is_copy:
             self._is_copy = True
@@ -199,9 +183,26 @@ class ConnectorWorker:
         ):
             self._fence = StepFence(end_of_steps)
         self._trace = self._make_trace(layout.engine_id, place.number)
-        self._nixl_port = self._register_with_nixl(registration, registered, device)
-        self._start_actors(registration, place.number, self._nixl_port, device)
-        self._log_start(registration, place.number)
+        self._make_actors = partial(
+            WorkerActors,
+            self._vllm_config,
+            self._kv_cache_config,
+            self._options,
+            registration,
+            place.number,
+            registered,
+            device,
+            access=self._access,
+            role=self._role,
+            clock=self._clock,
+            figures=self._figures,
+            trace=self._trace,
+            trace_writer=self._trace_writer,
+            emit=self._emit,
+            log_crash=self._note_crash,
+            on_death=self._note_death,
+        )
+        self._start_actors()
 
     def _make_finishing(
         self, registration: Registration, registered: dict[str, torch.Tensor], *, has_states: bool
@@ -216,68 +217,17 @@ class ConnectorWorker:
             synchronizes=self._staging is None and current_platform.is_rocm() and has_states,
         )
 
-    def _register_with_nixl(
-        self, registration: Registration, registered: dict[str, torch.Tensor], device: torch.device
-    ) -> RealNixlPort:
-        """Raises NixlCallFailed."""
-        layout = registration.layout
-        raise_descriptor_limit()
-        return RealNixlPort.open(
-            uuid.uuid4().hex,
-            registration.ranges,
-            backends=self._options.backends,
-            num_threads=self._options.num_threads,
-            package="nixl_rocm" if current_platform.is_rocm() else "nixl",
-            scratch=scratch_beside(next(iter(registered.values())), layout.device_id, layout.memory_kind)
-            if layout.memory_kind == "VRAM"
-            else None,
-            owner=tuple(registered.values()),
-            is_read_from=self._role != "kv_consumer" or self._options.bidirectional_kv_xfer,
-            # Without a current device UCX finds no CUDA context and does without NVLink.
-            prepare_thread=lambda: make_current(device),
-            timeout_seconds=self._options.registration_timeout_seconds,
-            on_wait=lambda seconds: _log.info(
-                "NIXL has been registering %.1f GB of KV cache for %.0f s (registration_timeout_seconds: %g)",
-                sum(each.length_bytes for each in registration.ranges) / 1e9,
-                seconds,
-                self._options.registration_timeout_seconds,
-            ),
-        )
-
-    def _start_actors(
-        self, registration: Registration, rank_number: int, nixl_port: RealNixlPort, device: torch.device
-    ) -> None:
-        """Raises ThreadStartError; the port is closed then."""
-        thread = self._thread = ActorThread(
-            ACTORS_THREAD,
-            lambda: self._make_supervisor(registration, rank_number, nixl_port, device),
-            self._note_death,
-            self._figures.note_wake_up,
-        )
+    def _start_actors(self) -> None:
+        """Raises NixlCallFailed or ThreadStartError."""
+        assert self._make_actors is not None
+        actors = self._make_actors()
+        self._thread = actors.thread
         try:
-            thread.start()
-        except ThreadStartError:
-            nixl_port.close_blocking(SHUTDOWN_GRACE_SECONDS)
+            actors.start(is_warm=self._is_warm)
+        except Exception:
+            self._thread = None
             raise
-
-    def _log_start(self, registration: Registration, rank_number: int) -> None:
-        layout, metadata = registration.layout, self._handshake_metadata
-        assert metadata is not None
-        _log.info(
-            "%.2f GB of KV cache in %d memory ranges (%s) are registered with NIXL %s, back ends %s; control socket "
-            "%s; TP %d of %d, PP %d [%s rank %d]",
-            sum(each.length_bytes for each in registration.ranges) / 1e9,
-            len(registration.ranges),
-            layout.memory_kind,
-            shown_version(*NIXL),
-            ", ".join(self._options.backends),
-            join_address(metadata.extension.control_host, metadata.extension.control_port),
-            layout.tp_rank,
-            layout.tp_size,
-            layout.pp_rank,
-            layout.engine_id,
-            rank_number,
-        )
+        self._actors = actors
 
     def _make_trace(self, engine_id: str, rank: int) -> TraceSink | None:
         """Where transitions are recorded. Raises TraceDirectoryError."""
@@ -311,7 +261,7 @@ class ConnectorWorker:
 
     @property
     def handshake_metadata(self) -> HandshakeMetadata | None:
-        return self._handshake_metadata
+        return self._actors.handshake_metadata if self._actors is not None else None
 
     def note_warm(self) -> None:
         """vLLM has warmed the engine up: it asks for the handshake metadata after that, or has a first step made."""
@@ -320,121 +270,6 @@ class ConnectorWorker:
         self._is_warm = True
         self._thread.post(WarmedUp())
         self._thread.flush()
-
-    async def _make_supervisor(
-        self, registration: Registration, rank_number: int, nixl_port: RealNixlPort, device: torch.device
-    ) -> Supervisor:
-        """In the actors' thread. Whatever raises, no socket is left open: its context would be waited for without end
-        when it is collected, and an engine that cannot start would not end."""
-        make_current(device)  # for `StepFence`, whose events are asked for here
-        log_failure = FailureLog(registration.layout.engine_id, rank_number)
-        with ExitStack() as opened:
-            side_channel = opened.enter_context(closing(self._make_side_channel()))
-            control_host, control = self._open_control_socket(side_channel, rank_number, log_failure)
-            metadata = self._handshake_metadata = self._describe(
-                registration, nixl_port.agent_metadata, control_host, control.port, side_channel.public_key
-            )
-            context = self._context(registration, rank_number, nixl_port, side_channel, log_failure)
-            control_address = join_address(control_host, control.port)
-            assert self._thread is not None
-            supervisor = Supervisor(
-                context,
-                control=control,
-                leave_secret=metadata.leave_secret,
-                deliver_posted=self._thread.deliver_posted,
-                facts=engine_facts(
-                    self._vllm_config, self._kv_cache_config, self._options, registration, control_address
-                ),
-                ids_repeat=envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION,
-                is_warm=False,
-            )
-            opened.pop_all()  # the supervisor closes it from here on
-        return supervisor
-
-    def _context(
-        self,
-        registration: Registration,
-        rank_number: int,
-        nixl_port: RealNixlPort,
-        side_channel: SideChannel,
-        log_failure: FailureLog,
-    ) -> WorkerContext:
-        engine_id, clock = registration.layout.engine_id, self._clock
-        return WorkerContext(
-            options=self._options,
-            local=registration,
-            draw_name=lambda: uuid.uuid4().hex,
-            nixl_port=nixl_port,
-            side_channel=side_channel,
-            clock=clock,
-            recorder=Recorder(
-                engine_id=engine_id,
-                rank=rank_number,
-                role=self._role,
-                clock=clock,
-                sink=self._trace,
-                figures=self._figures,
-                count_crash=lambda: self._figures.note(catalogue.CRASHES),
-            ),
-            figures=self._figures,
-            emit=self._emit,
-            log_failure=log_failure,
-            log_crash=self._note_crash,
-            event_log=EventLog(engine_id, rank_number, clock=clock, log_failure=log_failure),
-            trace=self._trace_writer,
-        )
-
-    def _make_side_channel(self) -> ZmqSideChannel:
-        """What it turns away at the control socket is logged and counted."""
-        log_stranger = StrangerLog("control socket")
-
-        def refuse(address: str, sentence: str) -> None:
-            log_stranger(address, sentence)
-            self._figures.note(catalogue.TURNED_AWAY, catalogue.CONTROL_SOCKET, catalogue.REFUSED)
-
-        def say_no_room(sentence: str) -> None:
-            log_stranger("newcomers", sentence)
-            self._figures.note(catalogue.TURNED_AWAY, catalogue.CONTROL_SOCKET, catalogue.NO_ROOM)
-
-        return ZmqSideChannel(self._access, refuse, say_no_room)
-
-    def _open_control_socket(
-        self, side_channel: SideChannel, rank_number: int, log_failure: FailureLog
-    ) -> tuple[str, Listener]:
-        """Where peers are told that the control socket listens, and this. What it cuts off is logged and counted."""
-
-        def cut_off(subject: str, failure: Failure) -> None:
-            log_failure(subject, failure)
-            self._figures.note(catalogue.TURNED_AWAY, catalogue.CONTROL_SOCKET, catalogue.CUT_OFF)
-
-        port = control_port(self._vllm_config, self._options, rank_number)
-        host = listening_host(self._vllm_config.parallel_config)
-        return open_control_socket(side_channel, host, cut_off, port)
-
-    def _describe(
-        self, registration: Registration, agent_metadata: bytes, host: str, port: int, public_key: str | None
-    ) -> HandshakeMetadata:
-        """What peers are told in the handshake. `host`, `port`, `public_key`: of the control socket."""
-        layout = registration.layout
-        return HandshakeMetadata(
-            compatibility_hash=registration.compatibility_hash,
-            agent_metadata=encode_agent_metadata(registration.agent_metadata(agent_metadata)),
-            extension=ActorExtension(
-                life="",
-                tp_size=layout.tp_size,
-                dcp_size=layout.dcp_size,
-                pp_size=self._vllm_config.parallel_config.pipeline_parallel_size,
-                tp_rank=layout.tp_rank,
-                pp_rank=layout.pp_rank,
-                control_host=host,
-                control_port=port,
-                control_key=public_key,
-                identity=registration.identity,
-                verify=self._options.verify,
-                device_allocations=device_allocations(registration.ranges),
-            ),
-            leave_secret=secrets.token_bytes(LEAVE_SECRET_BYTES),
-        )
 
     def _emit(self, event: WorkerEvent) -> None:
         """Trio thread: for the engine thread, which hears of it with its next step. An idle engine takes none."""
@@ -458,12 +293,47 @@ class ConnectorWorker:
             self._has_died = True
             act_on(self._options, reason)
 
+    def unregister_kv_caches(self) -> None:
+        """The engine falls asleep, and the memory of its KV cache goes: end what touches it. Idempotent.
+
+        Raises MemoryInUse: something may still read or write there, and it has to stay.
+        """
+        actors, thread = self._actors, self._thread
+        if actors is None or thread is None or not follows_sleep(self._vllm_config):
+            return
+        if self.ledger.transfers:
+            raise MemoryInUse(f"{self.ledger.transfers} transfer(s) have not ended")
+        was_dead = thread.is_dead
+        if not actors.stop():
+            in_use = MemoryInUse("NIXL has not given it back")
+            if not was_dead:  # it is now: who comes is refused, and nothing is lent any more
+                thread.death = in_use
+                self._die(str(in_use))
+            raise in_use
+        if was_dead:
+            return
+        self._actors = self._thread = None
+        self._is_asleep = True
+        self._figures.clear()
+        self._late, self._nixl_lag_seconds = _NOT_LATE, 0.0
+        self._switch_interval.shorten(False)
+        _log.info("the memory of the KV cache is not registered with NIXL while this engine sleeps")
+
+    def restore_kv_caches(self) -> None:
+        """The engine wakes up, and its KV cache has memory again. Idempotent.
+
+        Raises NixlCallFailed or ThreadStartError; the connector is still asleep then.
+        """
+        if self._is_asleep:
+            self._start_actors()
+            self._is_asleep = False
+
     def shutdown(self) -> None:
         """Stop the actors and close the agent; bounded in time. Idempotent."""
         self._switch_interval.shorten(False)
-        thread, self._thread = self._thread, None
-        if thread is not None and not thread.stop(STOP_TIMEOUT_SECONDS):
-            _log.error("the KV transfer actors did not stop within %g s", STOP_TIMEOUT_SECONDS)
+        actors, self._actors, self._thread = self._actors, None, None
+        if actors is not None:
+            actors.stop()
         if self._trace is not None:
             self._trace.close()
             self._trace = None
@@ -477,16 +347,16 @@ class ConnectorWorker:
         commands = metadata.commands
         if self._is_copy:
             self._answer_as_copy(commands)
-        if thread is None or not commands:
+        if not commands or (thread is None and not self._is_asleep):
             return
         if self._staging is not None:
             self._staging.require_copy_operation()
-        is_dead = thread.is_dead
+        is_dead = thread is not None and thread.is_dead
         for command in commands:
             self.ledger.enter(command)
-            if is_dead:
-                self.ledger.refuse(command, "its actors died earlier")
-        if is_dead:
+            if is_dead or self._is_asleep:
+                self.ledger.refuse(command, "its actors died earlier" if is_dead else "its engine sleeps")
+        if thread is None or is_dead:
             return
         for command in commands:
             told = command if self._block_sums is None else self._with_sums(command, self._block_sums)
@@ -600,8 +470,8 @@ class ConnectorWorker:
             return report
         late, nixl_lag_seconds = self._late, self._nixl_lag_seconds
         try:
-            if self._nixl_port is not None:
-                self._nixl_lag_seconds = self._nixl_port.lag_seconds
+            if self._actors is not None:
+                self._nixl_lag_seconds = self._actors.nixl_lag_seconds
             if thread.is_called or late is not _NOT_LATE:
                 self._late = _NOT_LATE if thread.is_dead else self._lateness(thread)
             is_as_before = (self._late, self._nixl_lag_seconds) == (late, nixl_lag_seconds)

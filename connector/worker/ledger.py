@@ -87,6 +87,11 @@ class TransferLedger:
         """Whether vLLM waits for anything, or soon will: the peers of requests in its queue are met meanwhile."""
         return bool(self._open_receives or self._open_sends or self._tracked)
 
+    @property
+    def transfers(self) -> int:
+        """How many loads and leases vLLM waits for."""
+        return len(self._open_receives) + len(self._open_sends)
+
     # --- on the way to the actors -------------------------------------------------------------------------------
 
     def enter(self, command: Command) -> None:

@@ -48,6 +48,7 @@ from connector.worker.compatibility_hash import compatibility_hash
 from connector.worker.cpu_attention import as_stored, why_not_packed
 from connector.worker.kv_identity import kv_identity
 from connector.worker.parallelism import Placement, placement, require_supported_parallelism
+from connector.worker.sleep_mode import require_sleep_mode_supported
 from connector.worker.turboquant import undivided
 
 
@@ -79,14 +80,7 @@ def require_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
     if buffer_device != current_platform.device_type and not is_staged(vllm_config):
         supported = dict.fromkeys((current_platform.device_type, "cpu"))
         raise UnsupportedCache("kv_buffer_device", buffer_device, " or ".join(supported))
-    if vllm_config.model_config.enable_sleep_mode and not is_staged(vllm_config):
-        # vLLM has hooks with which a connector could register the cache anew from 0.33 on only, which asks
-        # `supports_sleep_mode` first. They were never run with this one on a device.
-        expected = (
-            "false, or any with kv_buffer_device cpu: a sleeping engine gives the memory of its KV cache back, and NIXL"
-            " would go on reading and writing it; for NVLink between nodes --enable-cumem-allocator is enough"
-        )
-        raise UnsupportedCache("enable_sleep_mode", True, expected)
+    require_sleep_mode_supported(vllm_config)
 
 
 def derive_registration(

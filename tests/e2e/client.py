@@ -205,6 +205,16 @@ class Client:
         response = self._http.post("/reset_prefix_cache", params=asked)
         return response.json()["success"] if response.status_code == httpx.codes.OK else None
 
+    def sleep(self, *, keeps_requests: bool = False) -> bool:
+        """Have the engine give the memory of its KV cache up, when nothing is under way; False: it answers with an
+        error. The engine needs VLLM_SERVER_DEV_MODE and --enable-sleep-mode."""
+        mode = "keep" if keeps_requests else "abort"
+        return self._http.post("/sleep", params={"level": "1", "mode": mode}).status_code == httpx.codes.OK
+
+    def wake_up(self) -> None:
+        """End a sleep."""
+        self._http.post("/wake_up").raise_for_status()
+
     def load_adapter(self, name: str, path: Path) -> None:
         """Have the weights at `path` stand under that name, whatever has. The engine needs
         VLLM_ALLOW_RUNTIME_LORA_UPDATING."""

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,6 +33,7 @@ from connector.worker.finishing import Finishing, run_at_once
 from connector.worker.landing import BlockPermuter
 from connector.worker.packing import PackedBlocks
 from statemachine.failures import Failure, PackingFailed
+from tests.rig.given_actors import give_actors
 from tests.rig.pulls import pull
 from tests.rig.work import Counted
 from tests.unit.hybrid_engine import HybridEngine, full
@@ -147,7 +147,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     assert thread._token is not None
     token = CountingToken(thread._token)
     thread._token = token  # type: ignore[assignment]
-    worker._worker_side._thread = thread
+    give_actors(worker._worker_side, thread)
     scheduler = vllm.scheduler.connector
     assert isinstance(scheduler, NixlActorConnector)
     found = Engine(scheduler, worker, vllm, token, heard)
@@ -252,7 +252,7 @@ def test_a_call_of_nixl_that_does_not_return_is_shown_and_then_no_more(
     worker = engine.worker._worker_side
     engine.tell_figures()
     for lag_seconds, expected in [(3.0, [3.0]), (3.0, []), (4.0, [4.0]), (0.0, [0.0]), (0.0, [])]:
-        monkeypatch.setattr(worker, "_nixl_port", SimpleNamespace(lag_seconds=lag_seconds))
+        monkeypatch.setattr(worker._actors, "nixl_lag_seconds", lag_seconds)
         reports = [each for each in engine.tell_figures()[1] if isinstance(each, WorkerReport)]
         assert [each.gauges[0]["nixl_lag_seconds"] for each in reports if each.gauges] == expected
 

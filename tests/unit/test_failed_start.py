@@ -14,7 +14,7 @@ from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.runtime.thread import ThreadStartError
 from connector.scheduler import listener_thread
 from connector.scheduler.listener_thread import ListenerThread
-from connector.worker import connector_worker
+from connector.worker import actors
 from connector.worker.connector_worker import ConnectorWorker
 from statemachine.granting import LentCounts
 from tests.rig.listener import one_rank
@@ -44,7 +44,7 @@ def break_down(*arguments: object, **named: object) -> None:
 def test_of_a_worker(
     config: VllmConfig, monkeypatch: pytest.MonkeyPatch, made: list[ZmqSideChannel], step: str
 ) -> None:
-    monkeypatch.setattr(connector_worker, step, break_down)
+    monkeypatch.setattr(actors, step, break_down)
     caches = cache_config(attention_spec())
     worker = ConnectorWorker(config, caches, parse_options({}, {}))
     with pytest.raises(ThreadStartError, match="Too many open files"):

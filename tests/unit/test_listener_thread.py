@@ -114,6 +114,19 @@ def ask(port: int, frame: bytes, seconds: float = 30.0) -> tuple[dict[str, objec
     return msgspec.msgpack.decode(payload), msgspec.msgpack.decode(clock)
 
 
+def test_an_engine_that_has_slept_is_another_one(served: ListenerThread, port: int) -> None:
+    """And whoever asks is told of its workers where they are now."""
+    first = ask(port, encode_request(0, 0))
+    served.serve({(0, 0): one_rank("10.0.0.2", 40_001)}, LIFE[::-1])
+    second = ask(port, encode_request(0, 0))
+    assert first is not None
+    assert second is not None
+    said: list[Any] = [each[0]["actor"] for each in (first, second)]
+    assert [each["life"] for each in said] == [LIFE, LIFE[::-1]]
+    at = [(each["control_host"], each["control_port"]) for each in said]
+    assert at == [("10.0.0.1", 40_000), ("10.0.0.2", 40_001)]
+
+
 def test_a_rank_is_served_with_its_facts_and_the_clock_that_builtin_peers_want(
     served: ListenerThread, port: int
 ) -> None:

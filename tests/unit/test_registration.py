@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
@@ -17,7 +17,6 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from connector import NixlActorConnector
 from connector.layout.geometry import RankId
 from connector.layout.landing import Permute
 from connector.layout.remote import layout_from_metadata
@@ -363,24 +362,6 @@ def test_refuses_host_buffers_that_not_all_stages_would_write(
         return
     with pytest.raises(UnsupportedCache, match=r"pipeline_parallel_size 2.*only the last stage"):
         require_supported(config, caches)
-
-
-def test_refuses_an_engine_that_may_sleep(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless what NIXL knows is memory of the host, which is still there when the engine wakes up."""
-    monkeypatch.setattr(config.model_config, "enable_sleep_mode", True)
-    refusal = r"enable_sleep_mode True.* kv_buffer_device cpu.* --enable-cumem-allocator is enough"
-    with pytest.raises(UnsupportedCache, match=refusal):
-        require_supported(config, cache_config(attention_spec()))
-    monkeypatch.setattr(current_platform, "device_type", "cuda")
-    require_supported(config, cache_config(attention_spec()))
-
-
-@pytest.mark.parametrize(("device", "can_sleep"), [("cuda", False), ("cpu", True)])
-def test_says_whether_it_can_sleep(device: str, can_sleep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM asks from 0.33 on."""
-    monkeypatch.setattr(current_platform, "device_type", "cuda")
-    transfers = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both", kv_buffer_device=device)
-    assert NixlActorConnector.supports_sleep_mode(transfers) == can_sleep
 
 
 def test_takes_the_allocator_of_sleep_mode_without_it(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:

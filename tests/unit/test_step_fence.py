@@ -24,8 +24,9 @@ from connector.protocol import (
     TrackLease,
 )
 from connector.step_metadata import StepMetadata
-from connector.worker import connector_worker, device_stream
-from connector.worker.connector_worker import ACTORS_THREAD, ConnectorWorker
+from connector.worker import actors, device_stream
+from connector.worker.actors import ACTORS_THREAD
+from connector.worker.connector_worker import ConnectorWorker
 from connector.worker.step_fence import StepFence, end_of_steps_on, writes_late
 from statemachine.lease import LeaseName
 from tests.rig.pulls import pull, release_unread
@@ -159,7 +160,7 @@ def test_the_threads_that_call_cuda_have_made_the_device_current(
         made_current.append((threading.current_thread().name.partition("-")[0], device))
 
     with single_rank(config, tmp_path / "rendezvous"):
-        monkeypatch.setattr(connector_worker, "make_current", make_current)
+        monkeypatch.setattr(actors, "make_current", make_current)
         worker = ConnectorWorker(config, caches, ConnectorOptions())
         try:
             worker.register_kv_caches(allocate(caches))

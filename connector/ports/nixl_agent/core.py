@@ -140,6 +140,7 @@ class AgentCore:
         ranges: Sequence[MemoryRange],
         backends: Sequence[str],
         num_threads: int,
+        ucx_config: str | None,
         package: str,
         scratch: Scratch | None,
         owner: object,
@@ -148,16 +149,20 @@ class AgentCore:
         self._name = agent_name
         if "UCX" in backends:
             num_threads = 0  # see the module's rules
+        # NIXL makes no back end with such settings by itself.
+        made_by_nixl = [each for each in backends if each != "UCX" or ucx_config is None]
         config = self._nixl.nixl_agent_config(
             enable_prog_thread=False,
             capture_telemetry=True,
             num_threads=num_threads,
-            backends=list(backends),
+            backends=made_by_nixl,
             # The backend's threads use the agent too, and NIXL guards nothing by default (docs/nixl.md fact 20).
             sync_mode=self._nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW if num_threads > 0 else None,
         )
         listening = listeners.listening()
         self._agent = self._nixl.nixl_agent(agent_name, config)
+        if ucx_config is not None and "UCX" in backends:
+            self._agent.create_backend("UCX", {"num_threads": str(num_threads), "engine_config": ucx_config})
         missing = [backend for backend in backends if backend not in self._agent.backends]
         if missing:
             raise CallRefused(f"NIXL has no usable backend {', '.join(missing)}")

@@ -111,6 +111,7 @@ class RealNixlPort:
         backends: Sequence[str] = ("UCX",),
         num_threads: int = 0,
         *,
+        ucx_config: str | None = None,
         package: str = "nixl",
         scratch: Scratch | None = None,
         owner: object = None,
@@ -124,10 +125,11 @@ class RealNixlPort:
         `package` is NIXL's own name, which is another one in its wheel for ROCm. `scratch` is for the first READ from
         each peer with memory of that kind; None: on the host. `owner` is what keeps the memory of `ranges`; it lives
         until the agent is gone, which is until the process ends where a READ may still write. `num_threads` is for back
-        ends other than UCX (0: none; otherwise NIXL locks its own state, too). `is_read_from`: peers connect to it,
-        so `ListenerLost` is of interest. `prepare_thread` runs on the agent's
-        thread first: for VRAM it must make the device current, or UCX finds no CUDA context and does without NVLink.
-        `on_wait` is told from time to time how many seconds it has taken so far. Raises NixlCallFailed.
+        ends other than UCX (0: none; otherwise NIXL locks its own state, too). `ucx_config`: variables of UCX for this
+        agent alone, without their `UCX_`, joined by commas; those of the environment have precedence. `is_read_from`:
+        peers connect to it, so `ListenerLost` is of interest. `prepare_thread` runs on the agent's thread first: for
+        VRAM it must make the device current, or UCX finds no CUDA context and does without NVLink. `on_wait` is told
+        from time to time how many seconds it has taken so far. Raises NixlCallFailed.
         """
         port = cls(agent_name, is_read_from=is_read_from)
 
@@ -135,7 +137,7 @@ class RealNixlPort:
             if prepare_thread is not None:
                 prepare_thread()
             kind = AgentCore if "UCX" in backends else OtherBackEndCore
-            return kind(agent_name, ranges, backends, num_threads, package, scratch, owner)
+            return kind(agent_name, ranges, backends, num_threads, ucx_config, package, scratch, owner)
 
         port._thread = AgentThread(make_core, f"nixl-{agent_name}"[:64], port._deliver, port._backlog)
         try:

@@ -49,6 +49,7 @@ from connector.worker.ledger import TransferLedger
 from statemachine.draining import State
 from statemachine.granting import LentCounts
 from tests.rig.facts import LEAVE_SECRET, NO_IDENTITY, payload_of
+from tests.rig.given_actors import give_actors
 from tests.rig.layouts import attention_rank, attention_shapes
 from tests.simulation.crashes.points import OWNER, Door, Points, guarded
 from tests.simulation.fake_network import FakeNetwork, FakeSideChannel
@@ -271,7 +272,7 @@ class Rank:
             worker._note_death,
             guarded(points, owner, "figures", "note_wake_up", worker.figures_of_actors.note_wake_up),
         )
-        worker._thread = self.thread
+        give_actors(worker, self.thread)
 
     def payload(self, name: str, shape: Shape, verify: str) -> bytes:
         """What the listener says of it."""

@@ -25,6 +25,7 @@ from connector.runtime.reads import Reads
 from connector.runtime.supervisor import Supervisor
 from connector.scheduler import kept_blocks, vllm_admission
 from connector.scheduler.connector_scheduler import ConnectorScheduler
+from connector.worker.actors import WorkerActors
 from connector.worker.connector_worker import ConnectorWorker
 from connector.worker.ledger import TransferLedger
 from statemachine import grant
@@ -443,8 +444,20 @@ READS = (
     Mutant(
         name="the device of another rank is asked",
         broken="the actors ask whether a step is over in a thread without a current device; CUDA asks the first one",
-        changes=(Edit(ConnectorWorker._make_supervisor, "make_current(device)", "pass"),),
+        changes=(Edit(WorkerActors._make_supervisor, "make_current(self._device)", "pass"),),
         place=ByTest("tests/unit/test_step_fence.py::test_the_threads_that_call_cuda_have_made_the_device_current"),
+    ),
+    Mutant(
+        name="an engine sleeps over what it lends",
+        broken="the memory of the KV cache goes although transfers have not ended",
+        changes=(Edit(ConnectorWorker.unregister_kv_caches, "if self.ledger.transfers:", "if False:"),),
+        place=ByTest("tests/unit/test_sleep_mode.py::test_an_engine_that_lends_does_not_fall_asleep"),
+    ),
+    Mutant(
+        name="memory goes that NIXL keeps",
+        broken="the memory of the KV cache goes although NIXL has not given it back: a READ may still write there",
+        changes=(Edit(ConnectorWorker.unregister_kv_caches, "if not actors.stop():", "if actors.stop() is None:"),),
+        place=ByTest("tests/unit/test_sleep_mode.py::test_memory_that_nixl_keeps_does_not_go"),
     ),
     Mutant(
         name="a device that has failed holds up nobody",
