@@ -245,10 +245,12 @@ class RemoteEngine:
             return
         match event:
             case Announced():
-                self._note_registration(event.registration, now_ns)
+                if event.registration > self._registration:
+                    self._note_registration(event.registration, now_ns)
                 self._announce(event, now_ns)
             case Started():
-                self._note_registration(event.registration, now_ns)
+                if event.registration > self._registration:
+                    self._note_registration(event.registration, now_ns)
                 self._start(event, now_ns)
             case ReleaseUnread():
                 self._release_unread(event, now_ns)
@@ -563,10 +565,9 @@ class RemoteEngine:
         self._require_registration(now_ns)
 
     def _note_registration(self, registration: int, now_ns: int) -> None:
-        """A request names it. Over a connection that was made before, who knows what would be read."""
-        if registration > self._registration:
-            self._registration = registration
-            self._require_registration(now_ns)
+        """A request names a newer one. Over a connection that was made before, who knows what would be read."""
+        self._registration = registration
+        self._require_registration(now_ns)
 
     def _require_registration(self, now_ns: int) -> None:
         current = self._connections.current

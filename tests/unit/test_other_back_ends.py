@@ -111,7 +111,7 @@ def core() -> OtherBackEndCore:
     """With a peer, and a list on each side; its first READ is over."""
     memory = np.zeros(BLOCK_BYTES * BLOCKS, dtype=np.uint8)
     ranges = [MemoryRange(memory.ctypes.data, memory.nbytes)]
-    core = OtherBackEndCore("d", ranges, ["LIBFABRIC"], 0, PACKAGE, None, memory)
+    core = OtherBackEndCore("d", ranges, ["LIBFABRIC"], 0, None, PACKAGE, None, memory)
     run = MemoryRun(memory.ctypes.data, BLOCK_BYTES, BLOCK_BYTES, BLOCKS)
     core.prepare(1, None, [run])
     core.add_remote_agent(b"p")
@@ -205,7 +205,7 @@ def test_an_agent_that_was_loaded_stays_loaded(core: OtherBackEndCore) -> None:
 def test_a_first_read_in_doubt_keeps_the_agent() -> None:
     memory = np.zeros(BLOCK_BYTES, dtype=np.uint8)
     core = OtherBackEndCore(
-        "d", [MemoryRange(memory.ctypes.data, memory.nbytes)], ["LIBFABRIC"], 0, PACKAGE, None, memory
+        "d", [MemoryRange(memory.ctypes.data, memory.nbytes)], ["LIBFABRIC"], 0, None, PACKAGE, None, memory
     )
     core.add_remote_agent(b"p")
     core.prepare(2, "p", [MemoryRun(memory.ctypes.data, BLOCK_BYTES, BLOCK_BYTES, 1)])
