@@ -207,12 +207,13 @@ class Survey:
     def rows(self) -> Iterator[tuple[str, int, AnyRow]]:
         """Engine id, number of the worker, row. Times of day are ours, as far as clocks could be compared."""
         for engine in self.engines:
+            engine_id = engine.engine_id or ""  # which is looked for among all rows
             for number, rank in enumerate(engine.ranks):
                 for row in rank.rows:
                     if isinstance(row, RecordRow) and rank.wall_ahead_seconds is not None:
                         wall = row.record.wall - rank.wall_ahead_seconds
                         row = msgspec.structs.replace(row, record=msgspec.structs.replace(row.record, wall=wall))
-                    yield engine.engine_id or "", number, row
+                    yield engine_id, number, row
 
     def leaving(self) -> list[str]:
         """The engines that lend nothing any more, because they drain or have drained."""

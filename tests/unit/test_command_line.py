@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from connector.tools.cli.main import app
 from connector.tools.explanation import Live
 from connector.tools.live import EngineReport, RankReport, Survey
 from connector.wire.handshake import Advertisement
-from connector.wire.inspection import EngineCounts, RecordRow, RequestRow
+from connector.wire.inspection import AnyRow, EngineCounts, RecordRow, RequestRow
 from statemachine.failures import AbortedByClient
 from statemachine.trace import TransitionRecord
 from tests.rig.network import free_port
@@ -408,6 +409,22 @@ def test_on_the_other_side_the_ids_of_the_request_that_is_meant_are_looked_for()
     assert found.other_names("req-1") == found.other_names("cmpl-req-1-0-x") == ["lent-1"]
     assert len(found.other_names("req-")) == 21
     assert found.other_names("lent-1") == ["cmpl-req-1-0-x"]
+
+
+def test_to_tell_rows_takes_no_look_at_all_of_them_for_each() -> None:
+    """A worker has ten thousands of them to tell when nobody has read what it lent for a while."""
+    looks = 0
+
+    class Rows(tuple[AnyRow, ...]):
+        def __iter__(self) -> Iterator[AnyRow]:
+            nonlocal looks
+            looks += 1
+            return super().__iter__()
+
+    report = engine("D", *(row("queued", request_id=f"cmpl-{number}").row for number in range(100)))
+    counted = replace(report, ranks=tuple(replace(each, rows=Rows(each.rows)) for each in report.ranks))
+    assert len(list(Survey([counted]).rows())) == 101
+    assert looks < 10
 
 
 @pytest.mark.parametrize("text", ["", "h:", "h:0", "h:70000", "h:-1", "h:x", "x" * 300 + ":1"])
