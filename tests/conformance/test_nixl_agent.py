@@ -1001,6 +1001,19 @@ class TestRealNixlPort(NixlPortSuite):
         assert ended.returncode == 0, ended.stderr
         assert "reached the end" in ended.stdout
 
+    def test_a_hangup_that_nohup_has_a_process_ignore_is_ignored(self) -> None:
+        """UCX would take the signal, and log each of its steps from then on."""
+        ended = subprocess.run(
+            ["nohup", sys.executable, "-c", "from tests.conformance.test_nixl_agent import hung_up; hung_up()"],
+            cwd=ROOT,
+            timeout=250,
+            capture_output=True,
+            text=True,
+        )
+        assert ended.returncode == 0, ended.stderr
+        assert "reached the end" in ended.stdout
+        assert "DEBUG" not in ended.stdout + ended.stderr
+
 
 def forgotten() -> None:
     """Program: leave a port open. Its thread must be over before the interpreter takes itself apart."""
@@ -1037,6 +1050,15 @@ def abandoned() -> None:
     assert core is not None
     assert len(core.reads) == core.registered_ranges == 1
     assert memory_kept() is not None
+    sys.stdout.write("reached the end\n")
+
+
+def hung_up() -> None:
+    """Program: the terminal that it was started from goes away while it has a port."""
+    memory, _ = new_memory()
+    port = RealNixlPort.open("hung-up", whole(memory))
+    os.kill(os.getpid(), signal.SIGHUP)
+    port.close_blocking(30)
     sys.stdout.write("reached the end\n")
 
 

@@ -546,10 +546,12 @@ def _scratch_on_host() -> Scratch:
 
 
 def _import_nixl(package: str) -> Any:
-    """The NIXL Python API.
+    """The NIXL Python API, with what has to be said to UCX before it is loaded.
 
-    UCX keeps unreleased registrations without bound unless told otherwise before it is loaded; vLLM sets the same
-    limit for its own connector.
+    It keeps unreleased registrations without bound unless told otherwise; vLLM sets the same limit for its own
+    connector. And it takes SIGHUP, also where `nohup` has it ignored, as the order to log each of its steps
+    (docs/nixl.md fact 43).
     """
     os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
+    os.environ.setdefault("UCX_DEBUG_SIGNO", "0")
     return importlib.import_module(f"{package}._api")
