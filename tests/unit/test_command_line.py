@@ -28,7 +28,7 @@ from statemachine.failures import AbortedByClient
 from statemachine.trace import TransitionRecord
 from tests.rig.network import free_port
 from tests.unit.test_diagnosis import engine
-from tests.unit.test_explanation import ended_with, lent, peer_row, pulled, row
+from tests.unit.test_explanation import LENT, ended_with, lent, peer_row, pulled, row
 from tests.unit.test_failures import EXAMPLES
 
 runner = CliRunner()
@@ -147,6 +147,29 @@ def test_of_many_that_match_what_went_wrong_comes_first_and_none_is_left_out_in_
     assert named[:4] == ["cmpl-n03-0-d", "cmpl-n05-0-d", "cmpl-n30-0-d", "cmpl-n29-0-d"]
     assert len(named) == 20
     assert lines[-1] == "  ... and 11 more (--json has all)"
+
+
+def test_a_load_that_failed_comes_before_any_number_of_leases_that_nobody_has_read(tmp_path: Path) -> None:
+    """As of the minute in which a decode engine was away."""
+    found = ended_with(EXAMPLES[0])
+    for number in range(25):
+        found += [
+            msgspec.structs.replace(
+                each,
+                subject=f"cmpl-n{number:02}-0-p",
+                remote_request_id=f"cmpl-n{number:02}-0-p",
+                seq=(number + 1) * 10 + each.seq,
+                wall=(number + 1) * 10 + each.wall,
+                mono_ns=(number + 1) * 10**10 + each.mono_ns,
+            )
+            for each in lent((*LENT[:2], ("held", "Expired", "expired")))
+        ]
+    answer = runner.invoke(app, ["why", "cmpl-", "--failed", "--trace", str(traced(tmp_path, found))])
+    first, failed, cause, newest, *_ = answer.output.splitlines()
+    assert first.startswith("26 requests match")
+    assert " on D " in failed
+    assert EXAMPLES[0].kind in cause
+    assert newest.startswith("  cmpl-n24-0-p on P ")
 
 
 def test_why_can_be_asked_for_what_went_wrong_alone(tmp_path: Path) -> None:

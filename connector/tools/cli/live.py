@@ -127,9 +127,8 @@ def why(
         _print_explanation(explanations[0], None if trace is not None else time.time())
     else:
         typer.echo(f"{len(explanations)} requests match; name one of them:")
-        # What went wrong first, then what waits; of each the newest first.
         newest_first = explanations[::-1]
-        in_order = sorted(newest_first, key=lambda each: (not _went_wrong(each), each.outcome != "waiting"))
+        in_order = sorted(newest_first, key=_urgency)
         for each in in_order[:MATCHES_SHOWN_MAX]:
             say(f"  {each.request} on {_where(each)}")
             say(f"    {each.cause}")
@@ -150,6 +149,15 @@ def _print_silent(facts: Sequence[str]) -> None:
 def _went_wrong(each: Explanation) -> bool:
     """A client that has left is as it wanted."""
     return _EXIT_OF_OUTCOME[each.outcome] == BAD and each.kind != "AbortedByClient"
+
+
+def _urgency(each: Explanation) -> int:
+    """The least first: a load that failed, which a client may have seen; then all else that went wrong, of which there
+    may be any number (a lease for each prefill of a time without decode engine, prompts that D was to compute); then
+    what waits."""
+    if _went_wrong(each):
+        return 0 if each.outcome == "failed" and each.side == "D" else 1
+    return 2 if each.outcome == "waiting" else 3
 
 
 def ps(
