@@ -96,7 +96,9 @@ def open_as(environment: Mapping[str, str], seconds: float = SECONDS) -> Opened:
             timeout=seconds,
             check=False,
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired:  # whose text is the program
+        return Opened(problem=f"no answer within {seconds:g} s; is the machine busy?")
+    except OSError as error:
         return Opened(problem=str(error))
     said = child.stdout.decode(errors="replace")
     complaints = tuple(dict.fromkeys(match.group(1).strip() for match in _COMPLAINT.finditer(said)))
