@@ -169,7 +169,10 @@ WHAT_TO_DO: dict[str, str] = {
         "kv_transfer_params, and how long it waits there; raise kv_lease_duration, or, if it was renewed until its "
         "limit, lease_limit_seconds; of what a decode engine lends back, decoder_kv_blocks_ttl"
     ),
-    NOT_READ: "nothing, unless clients should not have left: see for how long requests wait in vLLM's queue on D",
+    NOT_READ: (
+        "look for what the client was answered; if it left and should not have, see for how long requests wait in "
+        "vLLM's queue on D"
+    ),
 }
 """By kind; complete for `statemachine/failures.py`."""
 

@@ -72,8 +72,9 @@ def explain_lease(case: Case, live: Live) -> Explanation:
     elif state == "done" and (readers := _let_go_unread(case)):
         kind, outcome, advice = NOT_READ, "not_read", WHAT_TO_DO[NOT_READ]
         cause = (
-            f"{kind}: decode engine {readers} had its blocks held and released them without a READ: the client left "
-            "while the request was in vLLM's queue, or D had these blocks or computed them itself"
+            f"{kind}: decode engine {readers} had its blocks held and released them without a READ: vLLM refused the "
+            "request there (HTTP 400), the client left while it was in vLLM's queue, or D had these blocks or computed "
+            "them itself"
         )
     elif state == "done":
         outcome, advice = "served", "nothing"
