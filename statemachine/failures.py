@@ -231,14 +231,15 @@ class PeerLeaving(PeerFailure, frozen=True, kw_only=True):
 
 
 class BlocksConsumed(PeerFailure, frozen=True, kw_only=True):
-    """An earlier request of this engine has read these blocks and told the peer that it may free them."""
+    """This engine has told the peer that it may free these blocks: an earlier request that named them has failed, was
+    aborted or refused, or has read them."""
 
     remote_request_id: str
 
     def __str__(self) -> str:
         return (
-            f"the blocks of {self.remote_request_id} on prefill engine {self.peer} were read and released by an "
-            "earlier request"
+            f"the blocks of {self.remote_request_id} on prefill engine {self.peer} were released by an earlier request "
+            "with the same kv_transfer_params, which has failed, was aborted or refused, or has read them"
         )
 
 
