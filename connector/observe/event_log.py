@@ -171,14 +171,14 @@ class EventLog:
             text = f"blocks have come back from quarantine, {blocks} are left of which {limit_blocks} are allowed"
             self.write("quarantine over", f"{text}: KV is read again", logging.WARNING)
 
-    def blocks_quarantined(self, blocks: int) -> None:
-        """On D's scheduler side: so many blocks are in quarantine from this step on."""
-        what = f"{blocks} blocks are quarantined until their READs have ended"
+    def blocks_quarantined(self, blocks: int, in_all: int) -> None:
+        """On D's scheduler side: so many blocks are in quarantine from this step on, and with those of before."""
+        what = f"{blocks} blocks are quarantined until their READs have ended, {in_all} in all"
         self.write("quarantined", f"{what}{_NAMES_ENGINES}", logging.WARNING)
 
-    def given_back(self, blocks: int) -> None:
+    def given_back(self, blocks: int, left: int) -> None:
         """So many have come back with this step."""
-        self.write("quarantine lifted", f"{blocks} quarantined blocks are free again")
+        self.write("quarantine lifted", f"{blocks} quarantined blocks are free again, {left} are left")
 
     def write(self, cause: str, text: str, level: int = logging.INFO) -> None:
         """One line, unless there were too many with this cause."""

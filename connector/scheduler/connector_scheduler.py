@@ -538,14 +538,14 @@ class ConnectorScheduler:
             self._spans.forget(request_id)
 
     def _keep_quarantined(self, report: WorkerReport) -> None:
-        if report.quarantined:
-            self._event_log.blocks_quarantined(_distinct(report.quarantined))
         for block_ids in report.quarantined:
             self._kept.quarantine(block_ids)
-        if report.lifted:
-            self._event_log.given_back(_distinct(report.lifted))
+        if report.quarantined:
+            self._event_log.blocks_quarantined(_distinct(report.quarantined), self._kept.quarantined)
         for block_ids in report.lifted:
             self._kept.lift(block_ids)
+        if report.lifted:
+            self._event_log.given_back(_distinct(report.lifted), self._kept.quarantined)
 
 
 def _distinct(reported: Sequence[Sequence[int]]) -> int:

@@ -218,11 +218,12 @@ def test_a_burst_of_quarantines_is_a_few_lines() -> None:
         for blocks in bursts:
             decode.step(KVConnectorOutput(kv_connector_worker_meta=WorkerReport(lifted=blocks)))
     what_to_do = "; what to do: nixl-actor ps names the engines whose READs do not end"
-    for said in (
-        f"4 blocks are quarantined until their READs have ended{what_to_do}",
-        "4 quarantined blocks are free again",
-    ):
-        assert sum(line.startswith(said) for line in lines.texts) == LINES_PER_CAUSE
+    said = [line for line in lines.texts if line.startswith("4 blocks are quarantined until their READs have ended")]
+    in_all = [4 * (number + 1) for number in range(LINES_PER_CAUSE)]
+    assert all(f", {blocks} in all{what_to_do}" in line for line, blocks in zip(said, in_all, strict=True))
+    said = [line for line in lines.texts if line.startswith("4 quarantined blocks are free again")]
+    left = [60 - blocks for blocks in in_all]
+    assert all(f", {blocks} are left" in line for line, blocks in zip(said, left, strict=True))
 
 
 def test_who_has_blocks_is_served_while_a_failed_load_finds_too_few() -> None:

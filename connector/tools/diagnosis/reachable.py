@@ -19,7 +19,9 @@ from connector.wire.inspection import (
 from statemachine import peer
 from statemachine.failures import ConnectionRefused, PeerLeaving
 
-_SEE_WORKER = "see whether its worker runs, and whether that port can be reached"
+_SEE_WORKER = (
+    "see whether its worker runs, whether that port can be reached, and whether the engine sleeps (/is_sleeping)"
+)
 _ANOTHER_WAS_MEANT = (
     "if another engine was meant, see whether its VLLM_NIXL_SIDE_CHANNEL_PORT is the same: on one host the second of "
     "two such engines cannot start"
