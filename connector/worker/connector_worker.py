@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.platforms import current_platform
 
 from connector.actor_death import act_on
-from connector.clock import BootClock, Clock
+from connector.clock import NS_PER_SECOND, BootClock, Clock
 from connector.config import ConnectorOptions
 from connector.key_files import channel_access
 from connector.layout.geometry import RankLayout
@@ -40,13 +40,16 @@ from connector.observe.trace_writer import TraceWriter
 from connector.protocol import (
     AfterSteps,
     Command,
+    LeaseComputing,
     LeaseGranted,
     LoadFailed,
     RejectPull,
+    ReleaseUnread,
     SendEnded,
     StartPull,
     SumsFound,
     SumsWanted,
+    TrackLease,
     WarmedUp,
     WorkerEvent,
     WorkerStopped,
@@ -117,6 +120,8 @@ class ConnectorWorker:
         self._actors: WorkerActors | None = None
         self._thread: ActorThread[Command | AfterSteps] | None = None
         self._is_asleep = False
+        # What the actors are told when it wakes up, and when that came.
+        self._put_off: list[tuple[Command, int]] = []
         self._rank_number = 0
         # Of the engine thread; the actors have their own.
         self._log_failure: FailureLog | None = None
@@ -314,6 +319,7 @@ class ConnectorWorker:
             return
         self._actors = self._thread = None
         self._is_asleep = True
+        self._put_off = list(self.ledger.tracked)
         self._figures.clear()
         self._late, self._nixl_lag_seconds = _NOT_LATE, 0.0
         self._switch_interval.shorten(False)
@@ -324,9 +330,16 @@ class ConnectorWorker:
 
         Raises NixlCallFailed or ThreadStartError; the connector is still asleep then.
         """
-        if self._is_asleep:
-            self._start_actors()
-            self._is_asleep = False
+        if not self._is_asleep:
+            return
+        self._start_actors()
+        self._is_asleep = False
+        assert self._thread is not None
+        now_ns = self._clock.now_ns()
+        for command, came_ns in self._put_off:
+            self._thread.post(_aged(command, now_ns - came_ns))
+        self._put_off = []
+        self._thread.flush()
 
     def shutdown(self) -> None:
         """Stop the actors and close the agent; bounded in time. Idempotent."""
@@ -354,8 +367,10 @@ class ConnectorWorker:
         is_dead = thread is not None and thread.is_dead
         for command in commands:
             self.ledger.enter(command)
-            if is_dead or self._is_asleep:
-                self.ledger.refuse(command, "its actors died earlier" if is_dead else "its engine sleeps")
+            if is_dead:
+                self.ledger.refuse(command, "its actors died earlier")
+        if thread is None:
+            self._take_asleep(commands)
         if thread is None or is_dead:
             return
         for command in commands:
@@ -363,6 +378,15 @@ class ConnectorWorker:
             thread.post(told if self._fence is None else self._fence.with_steps(told))
         self._switch_interval.shorten(self.ledger.is_open)
         thread.flush()
+
+    def _take_asleep(self, commands: Sequence[Command]) -> None:
+        """What concerns requests in vLLM's queue is put off until the engine is awake; none is taken out before."""
+        now_ns = self._clock.now_ns()
+        for command in commands:
+            if isinstance(command, StartPull | RejectPull):
+                self.ledger.refuse(command, "its engine sleeps")
+            else:
+                self._put_off.append((command, now_ns))
 
     def _with_sums(self, command: Command, block_sums: BlockSums) -> Command:
         """A grant with the checksums of what is lent: nobody can read it before."""
@@ -506,3 +530,10 @@ class ConnectorWorker:
                     self.ledger.note_pull(times)
         except Exception as error:
             self._crashes.note("times of a request", error)
+
+
+def _aged(command: Command, age_ns: int) -> Command:
+    """The same, said so much later."""
+    if isinstance(command, TrackLease | ReleaseUnread | LeaseComputing):
+        return msgspec.structs.replace(command, age_seconds=command.age_seconds + age_ns / NS_PER_SECOND)
+    return command

@@ -78,8 +78,9 @@ class TransferLedger:
         # And whose blocks it keeps until it is told that they were read: by which lease, since when, and for what fixed
         # time. Clients' ids may come again (`ids_repeat`), and the end of an earlier lease is late when our thread is.
         self._open_sends: dict[str, tuple[LeaseName, int, int | None]] = {}
-        # Requests in the scheduler's queue whose leases the actors keep alive.
-        self._tracked: set[str] = set()
+        # By request id, of requests in the scheduler's queue whose leases the actors keep alive: what these were told,
+        # and when.
+        self._tracked: dict[str, tuple[TrackLease, int]] = {}
         self._dead_since_ns: int | None = None
 
     @property
@@ -92,18 +93,23 @@ class TransferLedger:
         """How many loads and leases vLLM waits for."""
         return len(self._open_receives) + len(self._open_sends)
 
+    @property
+    def tracked(self) -> list[tuple[TrackLease, int]]:
+        """What the actors were told of requests that are still in the scheduler's queue, and when, by our clock."""
+        return list(self._tracked.values())
+
     # --- on the way to the actors -------------------------------------------------------------------------------
 
     def enter(self, command: Command) -> None:
         """Remember what vLLM will wait for because of this command."""
         match command:
             case TrackLease(request_id=request_id):
-                self._tracked.add(request_id)
+                self._tracked[request_id] = command, self._clock.now_ns()
             case StartPull(request_id=request_id, groups=groups):
-                self._tracked.discard(request_id)
+                self._tracked.pop(request_id, None)
                 self._open_receives[request_id] = tuple(group.local_block_ids for group in groups)
             case ReleaseUnread(request_id=request_id):
-                self._tracked.discard(request_id)
+                self._tracked.pop(request_id, None)
             case RejectPull(local_block_ids=block_ids):
                 self._open_receives[command.request_id] = (block_ids,)
             case LeaseComputing(lease=lease):

@@ -3,8 +3,9 @@
 A sleeping engine gives the memory of its KV cache back to the device, and finds other memory at the same addresses when
 it wakes up. Before the one and after the other vLLM calls a hook of the connector, from 0.33 on. So everything that
 touches that memory ends with the first and begins anew with the second (`worker.actors`): for peers the engine has been
-started again. On the way there vLLM clears its prefix cache, which it cannot while a block is lent, is being read into
-or is in quarantine; so nothing is in flight then. If something is after all, the engine does not fall asleep.
+started again. Requests that wait in its queue meanwhile are made known to those who come after. On the way to sleep
+vLLM clears its prefix cache, which it cannot while a block is lent, is being read into or is in quarantine; so nothing
+is in flight then. If something is after all, the engine does not fall asleep.
 
 What a peer has mapped of a device's memory by CUDA IPC nobody makes it forget: it would keep that memory from being
 free, and read the old one when the engine is awake. So UCX is told not to use it, as the built-in connector does. On

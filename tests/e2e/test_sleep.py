@@ -27,10 +27,12 @@ pytestmark = [
 ]
 
 STILL_AWAKE_SECONDS = 1.0
+RANKS = 2
+"""Of D: all of an engine's ranks sleep, or none."""
 
 
 class Sleepers:
-    """Two engines of ours, or one and a built-in one."""
+    """Two engines of ours, the second one of several ranks; or one and a built-in one."""
 
     def __init__(self, directory: Path, *, is_mixed: bool) -> None:
         self.traces = Traces(directory / "traces")
@@ -51,7 +53,7 @@ class Sleepers:
             builtin = {"connector": "builtin", "calm_polling": True, "extra_config": BUILTIN_CONFIG}
             second = sleeping("builtin", 1, **builtin)
         else:
-            second = sleeping("second", 1)
+            second = sleeping("second", 1, tensor_parallel_size=RANKS)
         self.first, self.second = self._engines.start(sleeping("first", 0), second)
 
     def stop(self) -> None:
@@ -81,16 +83,16 @@ def sleep_once(client: Client) -> None:
 def test_what_is_read_when_they_have_slept(pair: Sleepers, service: PrefillDecode) -> None:
     """P, then D, then both, and once more: their caches are registered anew each time."""
     p, d = service.prefill_client, service.decode_client
-    assert_serves(service, pair.traces, "before")
+    assert_serves(service, pair.traces, "before", RANKS)
     for number, sleepers in enumerate(([p], [d], [p, d], [p])):
         for each in sleepers:
             sleep_once(each)
-        assert_serves(service, pair.traces, f"slept-{number}")
+        assert_serves(service, pair.traces, f"slept-{number}", RANKS)
     assert p.blocks_are_free()
     assert d.blocks_are_free()
-    for engine, slept in ((pair.first, 3), (pair.second, 2)):
-        assert engine.log().count("is not registered with NIXL while this engine sleeps") == slept
-        assert engine.log().count("are registered with NIXL") == 1 + slept
+    for engine, ranks, slept in ((pair.first, 1, 3), (pair.second, RANKS, 2)):
+        assert engine.log().count("is not registered with NIXL while this engine sleeps") == ranks * slept
+        assert engine.log().count("are registered with NIXL") == ranks * (1 + slept)
 
 
 def test_p_falls_asleep_when_nothing_is_lent_any_more(pair: Sleepers, service: PrefillDecode) -> None:
@@ -106,7 +108,7 @@ def test_p_falls_asleep_when_nothing_is_lent_any_more(pair: Sleepers, service: P
     assert answer.ok, answer.error
     assert answer.token_ids == service.alone(text).token_ids
     pair.traces.assert_plain(key)
-    assert_serves(service, pair.traces, "lent-before")
+    assert_serves(service, pair.traces, "lent-before", RANKS)
 
 
 def test_a_request_that_comes_while_d_sleeps(pair: Sleepers, service: PrefillDecode) -> None:
@@ -132,7 +134,7 @@ def test_one_that_the_client_gives_up_while_d_sleeps(pair: Sleepers, service: Pr
     with d.leaving(text, request_id=key, kv_transfer_params=params):
         wait_for(lambda: d.metric("vllm:num_requests_waiting") or None, "the request in D's queue")
     d.wake_up()
-    assert_serves(service, pair.traces, "given-up-before")
+    assert_serves(service, pair.traces, "given-up-before", RANKS)
 
 
 @pytest.fixture(scope="module")

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.platforms import current_platform
 
+from connector.clock import NS_PER_SECOND
 from connector.config import ConnectorOptions
 from connector.nixl_connector import NixlActorConnector
 from connector.ports.nixl import NixlCallFailed
-from connector.protocol import LeaseGranted
+from connector.protocol import LeaseGranted, ReleaseUnread, TrackLease
+from connector.runtime.thread import ActorThread
 from connector.step_metadata import StepMetadata
 from connector.unsupported import UnsupportedCache
 from connector.wire.metadata import decode_agent_metadata
@@ -26,6 +29,7 @@ from connector.worker.sleep_mode import MemoryInUse, ucx_config
 from statemachine.failures import ConnectorStopped
 from statemachine.lease import LeaseName
 from tests.rig.pulls import pull
+from tests.unit.hand_clock import HandClock
 from tests.unit.vllm_setup import allocate, attention_spec, cache_config, engine_config, single_rank, write_model
 
 CACHES = cache_config(attention_spec())
@@ -87,6 +91,42 @@ def test_who_comes_while_the_engine_sleeps_is_refused(worker: ConnectorWorker) -
     assert stats is not None
     assert any(ConnectorStopped.__name__ in key for key in stats.data["counts"])
     assert worker.take_report() is None
+
+
+def test_who_waits_in_the_queue_is_known_again_when_the_engine_wakes_up(
+    worker: ConnectorWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What came before the engine fell asleep and what came since, in this order, and as old as it is."""
+    clock = HandClock()
+    monkeypatch.setattr(worker, "_clock", clock)
+    monkeypatch.setattr(worker.ledger, "_clock", clock)
+    told: list[object] = []
+    monkeypatch.setattr(ActorThread, "post", lambda self, command: told.append(command))
+    before, gone, later = (track(name) for name in ("before", "gone", "later"))
+    left = ReleaseUnread(request_id="later", lease=later.lease, peer=later.peer, age_seconds=0.0)
+    worker.start_load_kv(StepMetadata([before, gone]))
+    worker.start_load_kv(StepMetadata([msgspec.structs.replace(left, request_id="gone", lease=gone.lease)]))
+    clock.ns += 2 * NS_PER_SECOND
+    worker.unregister_kv_caches()
+    clock.ns += 3 * NS_PER_SECOND
+    worker.start_load_kv(StepMetadata([later, left]))
+    clock.ns += 4 * NS_PER_SECOND
+    told.clear()
+    worker.restore_kv_caches()
+    assert told == [
+        msgspec.structs.replace(before, age_seconds=1.0 + 9.0),
+        msgspec.structs.replace(later, age_seconds=1.0 + 4.0),
+        msgspec.structs.replace(left, age_seconds=4.0),
+    ]
+    worker.unregister_kv_caches()
+    told.clear()
+    worker.restore_kv_caches()
+    assert told == [msgspec.structs.replace(before, age_seconds=1.0 + 9.0)]
+
+
+def track(request_id: str) -> TrackLease:
+    asked = pull(request_id, [1])
+    return TrackLease(request_id=request_id, lease=asked.lease, peer=asked.peer, age_seconds=1.0)
 
 
 def test_an_engine_that_lends_does_not_fall_asleep(worker: ConnectorWorker) -> None:
