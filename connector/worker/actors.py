@@ -48,7 +48,6 @@ from connector.worker.engine_facts import engine_facts
 from connector.worker.registration import Registration
 from connector.worker.sleep_mode import ucx_config
 from statemachine.failures import Failure
-from statemachine.trace import TraceSink
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +69,8 @@ class WorkerActors:
         registered: the tensors that NIXL knows, by layer.
         access: who is let in at the control socket.
         role: kv_producer, kv_consumer or kv_both.
-        trace, trace_writer: where transitions are recorded; the second is one of those that the first writes to.
+        recorder: of all their lives, so that what was is remembered, and a trace is that of one process.
+        trace: where it writes to, if to files.
         emit: takes worker events, in the thread of the actors.
         log_crash: the same, for what a task has raised.
         on_death: the same, for what the thread dies of.
@@ -90,8 +90,8 @@ class WorkerActors:
         role: str,
         clock: Clock,
         figures: Figures,
-        trace: TraceSink | None,
-        trace_writer: TraceWriter | None,
+        recorder: Recorder,
+        trace: TraceWriter | None,
         emit: Callable[[WorkerEvent], None],
         log_crash: Callable[[str, BaseException], None],
         on_death: Callable[[BaseException], None],
@@ -107,8 +107,8 @@ class WorkerActors:
         self._role = role
         self._clock = clock
         self._figures = figures
+        self._recorder = recorder
         self._trace = trace
-        self._trace_writer = trace_writer
         self._emit = emit
         self._log_crash = log_crash
         self.thread: ActorThread[Command | AfterSteps] = ActorThread(
@@ -237,21 +237,13 @@ class WorkerActors:
             nixl_port=nixl_port,
             side_channel=side_channel,
             clock=clock,
-            recorder=Recorder(
-                engine_id=engine_id,
-                rank=self._rank_number,
-                role=self._role,
-                clock=clock,
-                sink=self._trace,
-                figures=self._figures,
-                count_crash=lambda: self._figures.note(catalogue.CRASHES),
-            ),
+            recorder=self._recorder,
             figures=self._figures,
             emit=self._emit,
             log_failure=log_failure,
             log_crash=self._log_crash,
             event_log=EventLog(engine_id, self._rank_number, clock=clock, log_failure=log_failure),
-            trace=self._trace_writer,
+            trace=self._trace,
         )
 
     def _make_side_channel(self) -> ZmqSideChannel:

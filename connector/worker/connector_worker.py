@@ -55,6 +55,7 @@ from connector.protocol import (
     WorkerStopped,
 )
 from connector.runtime.figures import Figures
+from connector.runtime.recorder import Recorder
 from connector.runtime.thread import ActorThread
 from connector.runtime.verification import lease_sums, stretches
 from connector.staging import advertised_layout_name, is_staged
@@ -201,8 +202,16 @@ class ConnectorWorker:
             role=self._role,
             clock=self._clock,
             figures=self._figures,
-            trace=self._trace,
-            trace_writer=self._trace_writer,
+            recorder=Recorder(
+                engine_id=layout.engine_id,
+                rank=place.number,
+                role=self._role,
+                clock=self._clock,
+                sink=self._trace,
+                figures=self._figures,
+                count_crash=lambda: self._figures.note(catalogue.CRASHES),
+            ),
+            trace=self._trace_writer,
             emit=self._emit,
             log_crash=self._note_crash,
             on_death=self._note_death,

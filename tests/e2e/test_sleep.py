@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from connector.tools.conformance import check
+from connector.tools.trace_reader import read_processes
 from connector.versions import is_vllm_at_least
 from tests.e2e.client import Client, PrefillDecode
 from tests.e2e.cluster import BUILTIN_CONFIG, Traces, prompt, wait_for
@@ -57,7 +59,9 @@ class Sleepers:
         self.first, self.second = self._engines.start(sleeping("first", 0), second)
 
     def stop(self) -> None:
+        """Their traces are those of processes that have not begun anew."""
         self._engines.stop()
+        assert check(read_processes(self.traces.directory)).findings == ()
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,7 @@ def break_down(*arguments: object, **named: object) -> None:
     raise OSError(24, "Too many open files")
 
 
-@pytest.mark.parametrize("step", ["open_control_socket", "ActorExtension", "Recorder", "engine_facts", "Supervisor"])
+@pytest.mark.parametrize("step", ["open_control_socket", "ActorExtension", "engine_facts", "Supervisor"])
 def test_of_a_worker(
     config: VllmConfig, monkeypatch: pytest.MonkeyPatch, made: list[ZmqSideChannel], step: str
 ) -> None:
