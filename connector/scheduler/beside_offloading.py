@@ -6,7 +6,8 @@ what vLLM schedules and from what it loads itself. Under `MultiConnector` it is 
 loads: so the READ of one request would overwrite what is still to be copied of another, and the host's cache would hold
 the KV of the former under the name of the latter.
 
-Here it is told. This wraps a method of vLLM 0.32, because no interface says it: open upstream as vllm#46951.
+Here it is told. This wraps a method of vLLM 0.32, because no interface says it. From 0.33 on that method looks at all
+blocks by itself (vllm#46951).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from connector.observe.log import get_logger
+from connector.versions import is_vllm_at_least
 from statemachine.failures import ADVICE_FOLLOWS
 
 if TYPE_CHECKING:
@@ -32,6 +34,8 @@ _MARK = "_is_told_of_reads_by_nixl_actor_connector"
 def tell_offloading_of_reads() -> None:
     """From now on it hears of every block that is given out. For a time at which all connectors of this engine are
     made; calling it again changes nothing, nor does it where that connector is not used."""
+    if is_vllm_at_least("0.33"):
+        return
     module = sys.modules.get(OFFLOADING_MODULE)
     its_class = getattr(module, OFFLOADING_CLASS, None)
     own = getattr(its_class, _METHOD, None)

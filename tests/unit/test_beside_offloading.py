@@ -25,6 +25,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from connector.clock import BootClock
 from connector.protocol import Command, ReceiveEnded, ReleaseUnread, StartPull, TrackLease
 from connector.scheduler import beside_offloading
+from connector.versions import is_vllm_at_least
 from connector.worker.ledger import TransferLedger
 from statemachine.failures import BadParams, Failure
 from tests.unit.hybrid_engine import (
@@ -56,6 +57,8 @@ OFFLOADING = {
         "spec_module_path": "tests.e2e.host_offloading",
     },
 }
+
+TOLD_BY_US = pytest.mark.skipif(is_vllm_at_least("0.33"), reason="this vLLM sees to it by itself")
 
 
 @pytest.fixture(autouse=True)
@@ -352,6 +355,7 @@ def test_what_a_read_will_overwrite_is_copied_to_the_host_before(children: list[
     assert first == {number}
 
 
+@TOLD_BY_US
 def test_a_prefix_hit_is_overwritten_by_nobody() -> None:
     children = [OURS, OFFLOADING]
     engine = scheduler(children)
@@ -365,6 +369,7 @@ def test_a_prefix_hit_is_overwritten_by_nobody() -> None:
     assert side._current_batch_allocated_block_ids == set()
 
 
+@TOLD_BY_US
 def test_a_vllm_that_cannot_be_told_is_said_to_be_dangerous(monkeypatch: pytest.MonkeyPatch) -> None:
     beside_offloading._say_once.cache_clear()
     engine = scheduler([OURS, OFFLOADING])
@@ -378,6 +383,7 @@ def test_a_vllm_that_cannot_be_told_is_said_to_be_dangerous(monkeypatch: pytest.
     assert "may be overwritten" in line.getMessage()
 
 
+@TOLD_BY_US
 def test_it_is_wrapped_once() -> None:
     scheduler([OURS, OFFLOADING])
     wrapped = offloading.OffloadingConnectorScheduler.update_state_after_alloc
