@@ -34,8 +34,10 @@ CHECKS_NUMBERED = 10
 
 ENGINE, ROUTER, LOAD = "vllm serve", "vllm-router", "vllm bench serve"
 NOTE = """#!/bin/sh
-{ env | grep -E '^(VLLM_|CUDA_VISIBLE_DEVICES)'; printf '\\036'; printf '%s\\037' "${0##*/}" "$@"; } > "$CALLS/$$"
+{ env | grep -E '^(VLLM_|CUDA_VISIBLE_DEVICES)'; printf '\\036'; printf '%s\\037' "${0##*/}" "$@"; } \
+  > "$CALLS/$(cut -d ' ' -f 22 /proc/$$/stat)-$$-"
 """
+"""In a file that is named by when the process was started, and its number: what it notes may be late."""
 ANSWERS = """#!/bin/sh
 case "$*" in
   *metrics*) echo 'vllm:kv_cache_usage_perc 0'; echo 'vllm:spec_decode_num_accepted_tokens_total 7' ;;
@@ -49,7 +51,7 @@ AN_ANSWER = '{"kv_transfer_params": null, "choices": [{"text": "an answer"}]}'
 NO_ANSWER = '{"error": {"message": "the prompt is longer than the model takes", "code": 400}}'
 PROFILES = """#!/bin/sh
 [ "$1" = profile ] || exit 0
-{ printf '\\036'; printf '%s\\037' nsys "$@"; } > "$CALLS/nsys-$$"
+{ printf '\\036'; printf '%s\\037' nsys "$@"; } > "$CALLS/$(cut -d ' ' -f 22 /proc/$$/stat)-$$-nsys"
 while [ "$1" != vllm ]; do shift; done
 exec "$@"
 """
@@ -84,13 +86,19 @@ def run(check: str, directory: Path) -> list[Call]:
     ended = run_bash(check, directory)
     assert "not found" not in ended.stderr, ended.stderr
     found = []
-    for path in sorted((directory / "calls").iterdir(), key=lambda path: path.stat().st_mtime_ns):
+    for path in sorted((directory / "calls").iterdir(), key=when):
         variables, _, words = path.read_text().partition("\036")
         name, *arguments = words.split("\037")[:-1]
         while arguments and name in ("vllm", "vllm bench"):
             name = f"{name} {arguments.pop(0)}"
         found.append(Call(name, arguments, dict(line.split("=", 1) for line in variables.splitlines())))
     return found
+
+
+def when(path: Path) -> tuple[int, int, int]:
+    """The order in which the shell has started what has written this, and after that what is written by one process."""
+    began, number, _ = path.name.split("-")
+    return int(began), int(number), path.stat().st_mtime_ns
 
 
 def run_bash(command: str, directory: Path, **said: str) -> subprocess.CompletedProcess[str]:
