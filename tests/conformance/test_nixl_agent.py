@@ -15,7 +15,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -990,29 +990,27 @@ class TestRealNixlPort(NixlPortSuite):
     def test_the_process_ends_well_with_a_port_that(self, how: str) -> None:
         """Nobody closed the port, or a READ had to be left in flight: neither may crash or hang the end."""
         with transports(stepwise=True) as environment:
-            ended = subprocess.run(
-                [sys.executable, "-c", f"from tests.conformance.test_nixl_agent import {how}; {how}()"],
-                cwd=ROOT,
-                env=environment,
-                timeout=250,
-                capture_output=True,
-                text=True,
-            )
-        assert ended.returncode == 0, ended.stderr
-        assert "reached the end" in ended.stdout
+            said_at_its_end(how, environment=environment)
 
     def test_a_hangup_that_nohup_has_a_process_ignore_is_ignored(self) -> None:
         """UCX would take the signal, and log each of its steps from then on."""
-        ended = subprocess.run(
-            ["nohup", sys.executable, "-c", "from tests.conformance.test_nixl_agent import hung_up; hung_up()"],
-            cwd=ROOT,
-            timeout=250,
-            capture_output=True,
-            text=True,
-        )
-        assert ended.returncode == 0, ended.stderr
-        assert "reached the end" in ended.stdout
-        assert "DEBUG" not in ended.stdout + ended.stderr
+        assert "DEBUG" not in said_at_its_end("hung_up", "nohup")
+
+
+def said_at_its_end(program: str, *before: str, environment: Mapping[str, str] | None = None) -> str:
+    """All that one of the programs below has written, when it has ended well."""
+    command = f"from tests.conformance.test_nixl_agent import {program}; {program}()"
+    ended = subprocess.run(
+        [*before, sys.executable, "-c", command],
+        cwd=ROOT,
+        env=environment,
+        timeout=250,
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "reached the end" in ended.stdout
+    return ended.stdout + ended.stderr
 
 
 def forgotten() -> None:
