@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from connector.observe.traced import QUEUED
 from tests.e2e.client import ANSWER_TOKENS, PrefillDecode
 from tests.e2e.cluster import HANDSHAKE_TIMEOUT_SECONDS, Room, prompt, wait_for
 from tests.e2e.engines import LOOPBACK, EngineOptions, EngineSet
@@ -28,7 +29,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(420)]
 
 TOKENS = 300
 EXPORT_MILLISECONDS = 200
-PARTS = ["arrival", "held", "peer", "read", "proof", "drain", "landing", "reported"]
+PARTS = ["arrival", QUEUED, "peer", "read", "proof", "drain", "landing", "reported"]
 
 _log = logging.getLogger(__name__)
 
@@ -149,7 +150,7 @@ def test_a_request_has_a_span_beside_vllm_s_with_a_part_for_each_thing_it_waited
     spans = traced.spans_of(asked)
     assert spans.root.parent_span_id == spans.vllm.parent_span_id == asked.span_id
     names = [part.name.removeprefix("kv_transfer.") for part in spans.parts]
-    assert [name for name in names if name != "proof"] == ["arrival", "held", "peer", "read", "landing", "reported"]
+    assert [name for name in names if name != "proof"] == ["arrival", QUEUED, "peer", "read", "landing", "reported"]
     assert (spans.parts[0].start_ns, spans.parts[-1].end_ns) == (spans.root.start_ns, spans.root.end_ns)
     assert all(part.end_ns == following.start_ns for part, following in pairwise(spans.parts))
     attributes = spans.root.attributes
