@@ -449,12 +449,14 @@ READS = (
     ),
     Mutant(
         name="an engine sleeps over what it lends",
+        row=36,
         broken="the memory of the KV cache goes although transfers have not ended",
         changes=(Edit(ConnectorWorker.unregister_kv_caches, "if self.ledger.transfers:", "if False:"),),
         place=ByTest("tests/unit/test_sleep_mode.py::test_an_engine_that_lends_does_not_fall_asleep"),
     ),
     Mutant(
         name="memory goes that NIXL keeps",
+        row=36,
         broken="the memory of the KV cache goes although NIXL has not given it back: a READ may still write there",
         changes=(Edit(ConnectorWorker.unregister_kv_caches, "if not actors.stop():", "if actors.stop() is None:"),),
         place=ByTest("tests/unit/test_sleep_mode.py::test_memory_that_nixl_keeps_does_not_go"),
