@@ -51,7 +51,14 @@ class MemoryInUse(RuntimeError):
 
 def supports_sleep_mode(kv_transfer_config: KVTransferConfig) -> bool:
     """Whether an engine with this connector may sleep."""
-    return is_vllm_at_least(_HOOKS_FROM) or asks_for_staging(kv_transfer_config)
+    follows = is_vllm_at_least(_HOOKS_FROM) and _has_ucx_alone(kv_transfer_config)
+    return follows or asks_for_staging(kv_transfer_config)
+
+
+def _has_ucx_alone(kv_transfer_config: KVTransferConfig) -> bool:
+    """Of other back ends nobody knows when they let go of memory. What is no list is refused elsewhere."""
+    backends = kv_transfer_config.get_from_extra_config("backends", ["UCX"])
+    return not isinstance(backends, list) or all(each == "UCX" for each in backends)
 
 
 def follows_sleep(vllm_config: VllmConfig) -> bool:
@@ -66,9 +73,9 @@ def require_sleep_mode_supported(vllm_config: VllmConfig) -> None:
         return
     if not supports_sleep_mode(vllm_config.kv_transfer_config):
         expected = (
-            f"false, or vLLM {_HOOKS_FROM}, or kv_buffer_device cpu: a sleeping engine gives the memory of its KV cache"
-            " back, and NIXL would go on reading and writing it; for NVLink between nodes --enable-cumem-allocator is"
-            " enough"
+            f"false, or vLLM {_HOOKS_FROM} and backends UCX alone, or kv_buffer_device cpu: a sleeping engine gives the"
+            " memory of its KV cache back, and NIXL would go on reading and writing it; for NVLink between nodes"
+            " --enable-cumem-allocator is enough"
         )
         raise UnsupportedCache("enable_sleep_mode", True, expected)
     transports = os.environ.get("UCX_TLS", "")

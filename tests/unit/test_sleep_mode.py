@@ -206,7 +206,7 @@ def test_without_sleep_mode_nothing_changes(
 def test_a_vllm_without_the_hooks(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless what NIXL knows is memory of the host, which is still there when the engine wakes up."""
     monkeypatch.setattr(sleep_mode, "is_vllm_at_least", lambda version: False)
-    refusal = r"enable_sleep_mode True.* vLLM 0\.33.* kv_buffer_device cpu.* --enable-cumem-allocator is enough"
+    refusal = r"enable_sleep_mode True.* vLLM 0\.33 and.* kv_buffer_device cpu.* --enable-cumem-allocator is enough"
     with pytest.raises(UnsupportedCache, match=refusal):
         require_supported(config, CACHES)
     monkeypatch.setattr(current_platform, "device_type", "cuda")
@@ -251,13 +251,25 @@ def test_nvlink_between_nodes(config: VllmConfig, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("has_hooks", "device", "can_sleep"), [(False, "cuda", False), (False, "cpu", True), (True, "cuda", True)]
+    ("has_hooks", "device", "backends", "can_sleep"),
+    [
+        (False, "cuda", ["UCX"], False),
+        (False, "cpu", ["UCX"], True),
+        (True, "cuda", ["UCX"], True),
+        (True, "cuda", ["LIBFABRIC"], False),
+        (True, "cpu", ["LIBFABRIC"], True),
+    ],
 )
 def test_says_whether_it_can_sleep(
-    monkeypatch: pytest.MonkeyPatch, has_hooks: bool, device: str, can_sleep: bool
+    monkeypatch: pytest.MonkeyPatch, has_hooks: bool, device: str, backends: list[str], can_sleep: bool
 ) -> None:
     """vLLM asks from 0.33 on."""
     monkeypatch.setattr(sleep_mode, "is_vllm_at_least", lambda version: has_hooks)
     monkeypatch.setattr(current_platform, "device_type", "cuda")
-    transfers = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both", kv_buffer_device=device)
+    transfers = KVTransferConfig(
+        kv_connector="NixlConnector",
+        kv_role="kv_both",
+        kv_buffer_device=device,
+        kv_connector_extra_config={"backends": backends},
+    )
     assert NixlActorConnector.supports_sleep_mode(transfers) == can_sleep
