@@ -205,11 +205,10 @@ class Client:
         response = self._http.post("/reset_prefix_cache", params=asked)
         return response.json()["success"] if response.status_code == httpx.codes.OK else None
 
-    def sleep(self, *, keeps_requests: bool = False) -> bool:
+    def sleep(self) -> bool:
         """Have the engine give the memory of its KV cache up, when nothing is under way; False: it answers with an
         error. The engine needs VLLM_SERVER_DEV_MODE and --enable-sleep-mode."""
-        mode = "keep" if keeps_requests else "abort"
-        return self._http.post("/sleep", params={"level": "1", "mode": mode}).status_code == httpx.codes.OK
+        return self._http.post("/sleep", params={"level": "1", "mode": "abort"}).status_code == httpx.codes.OK
 
     def wake_up(self) -> None:
         """End a sleep."""

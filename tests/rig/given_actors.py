@@ -11,8 +11,6 @@ from connector.worker.connector_worker import ConnectorWorker
 class GivenActors:
     """Has no NIXL agent."""
 
-    handshake_metadata = None
-
     def __init__(self, thread: Any) -> None:
         self.thread = thread
         self.nixl_lag_seconds = 0.0
@@ -22,9 +20,7 @@ class GivenActors:
         return stopped
 
 
-def give_actors(worker: ConnectorWorker, thread: Any) -> GivenActors:
+def give_actors(worker: ConnectorWorker, thread: Any) -> None:
     """As if the worker had started them."""
-    given = GivenActors(thread)
-    worker._actors = given  # type: ignore[assignment]
+    worker._actors = GivenActors(thread)  # type: ignore[assignment]
     worker._thread = thread
-    return given
