@@ -78,7 +78,7 @@ def require_sleep_mode_supported(vllm_config: VllmConfig) -> None:
             " --enable-cumem-allocator is enough"
         )
         raise UnsupportedCache("enable_sleep_mode", True, expected)
-    transports = os.environ.get("UCX_TLS", "")
+    transports = os.environ.get("UCX_TLS", "").strip()
     if transports and _has_cuda_ipc(transports):
         expected = (
             "a list without cuda_ipc, by which others map this engine's memory and keep it when it sleeps, or none"
@@ -96,6 +96,6 @@ def ucx_config(vllm_config: VllmConfig) -> str | None:
 
 def _has_cuda_ipc(transports: str) -> bool:
     """Of a value of UCX_TLS: a list, or, behind `^`, what is left out."""
-    names = {name.partition(":")[0] for name in transports.lower().removeprefix("^").split(",")}
+    names = {name.strip().partition(":")[0] for name in transports.lower().removeprefix("^").split(",")}
     is_named = not names.isdisjoint(_CUDA_IPC)
     return is_named != transports.startswith("^")

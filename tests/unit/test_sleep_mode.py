@@ -223,6 +223,8 @@ def test_a_vllm_without_the_hooks(config: VllmConfig, monkeypatch: pytest.Monkey
         ("rc_x,cuda_copy", False),
         ("all", True),
         ("tcp,cuda_ipc,cuda_copy", True),
+        (" tcp, cuda_ipc", True),
+        (" ^tcp, cuda_ipc", False),
         ("tcp,cuda", True),
         ("^tcp", True),
     ],
