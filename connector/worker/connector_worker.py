@@ -120,6 +120,7 @@ class ConnectorWorker:
         # And not while it sleeps.
         self._actors: WorkerActors | None = None
         self._thread: ActorThread[Command | AfterSteps] | None = None
+        self._follows_sleep = follows_sleep(vllm_config)
         self._is_asleep = False
         # What the actors are told when it wakes up, and when that came.
         self._put_off: list[tuple[Command, int]] = []
@@ -162,7 +163,7 @@ class ConnectorWorker:
         """
         place = placement(self._vllm_config)
         staged = is_staged(self._vllm_config)
-        if not (staged or follows_sleep(self._vllm_config)):
+        if not (staged or self._follows_sleep):
             keep_memory(self._vllm_config)  # a copy's too: an engine sleeps as a whole
         if place.is_copy:
             self._is_copy = True
@@ -313,7 +314,7 @@ class ConnectorWorker:
         Raises MemoryInUse: something may still read or write there, and it has to stay.
         """
         actors, thread = self._actors, self._thread
-        if actors is None or thread is None or not follows_sleep(self._vllm_config):
+        if actors is None or thread is None or not self._follows_sleep:
             return
         if self.ledger.transfers:
             raise MemoryInUse(f"{self.ledger.transfers} transfer(s) have not ended")

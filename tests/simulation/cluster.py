@@ -26,7 +26,6 @@ import trio
 from trio.testing import MockClock
 
 from connector.config import ConnectorOptions
-from connector.ports.nixl import PortCounts
 from connector.runtime.restarts import RESTART_DELAY_SECONDS_MAX
 from connector.tools.conformance import check_records
 from statemachine import request
@@ -53,7 +52,7 @@ from tests.simulation.faults import (
 from tests.simulation.inflictor import SHUTDOWN_SECONDS, Inflictor
 from tests.simulation.meetings import Meetings
 from tests.simulation.oracles import Oracles
-from tests.simulation.process import PORT, Process, SimulatedEngine, Surroundings
+from tests.simulation.process import NOTHING_LEFT, PORT, Process, SimulatedEngine, Surroundings
 from tests.simulation.verdict import Violation
 
 P = TypeVar("P", bound=SimulatedEngine)
@@ -281,9 +280,12 @@ class Cluster(ABC, Generic[P, D]):
         """Clients that arrive, and these faults, until that moment."""
         async with trio.open_nursery() as nursery:
             for fault in faults:
-                nursery.start_soon(self._inflictor.inflict, fault)
+                nursery.start_soon(self._inflict, fault)
             self._agenda.start(arrivals)
             await trio.sleep_until(end_seconds)
+
+    async def _inflict(self, fault: Fault) -> None:
+        await self._inflictor.inflict(fault)
 
     async def _arrivals(self) -> None:
         """Prompts at random, now and then several at once."""
@@ -372,7 +374,7 @@ class Cluster(ABC, Generic[P, D]):
                 self._oracles.complain("leaks", f"{engine.name} did not stop")
                 continue
             for rank in engine.process.ranks:
-                if rank.port.counts_at_close != PortCounts(0, 0, 0, 1):
+                if rank.port.counts_at_close != NOTHING_LEFT:
                     self._oracles.complain(
                         "leaks", f"rank {rank.tp_rank} of {engine.name} left {rank.port.counts_at_close}"
                     )

@@ -83,6 +83,8 @@ class Kind(enum.Enum):
 
     KNOWN_PEER = "known_peer"
 
+    SLEEP = "sleep"
+
 
 WORKLOAD_KINDS = frozenset(
     {
@@ -138,8 +140,10 @@ LEVEL2_ONLY = frozenset(
     }
 )
 """What there is nothing of at the level of the bare cores: frames, ports, and actors other than those of peers."""
-LEVEL1_KINDS = tuple(kind for kind in Kind if kind not in LEVEL2_ONLY)
-LEVEL2_KINDS = tuple(kind for kind in Kind if kind not in LEVEL1_ONLY)
+VLLM_ONLY = frozenset({Kind.SLEEP})
+"""What there is nothing of without vLLM's scheduler: it is paused, empties its cache, and outlives the actors."""
+LEVEL1_KINDS = tuple(kind for kind in Kind if kind not in LEVEL2_ONLY | VLLM_ONLY)
+LEVEL2_KINDS = tuple(kind for kind in Kind if kind not in LEVEL1_ONLY | VLLM_ONLY)
 NOT_WITH_VLLM = WORKLOAD_KINDS | {
     Kind.BAD_PARAMS,
     Kind.STOP,
@@ -148,7 +152,7 @@ NOT_WITH_VLLM = WORKLOAD_KINDS | {
     Kind.READ_LIES,
 }
 """Use that the clients of vLLM's schedulers make by themselves, and what those engines have no life or option for."""
-VLLM_KINDS = tuple(kind for kind in LEVEL2_KINDS if kind not in NOT_WITH_VLLM)
+VLLM_KINDS = (*(kind for kind in LEVEL2_KINDS if kind not in NOT_WITH_VLLM), *VLLM_ONLY)
 MESSAGE_KINDS = (
     Kind.MESSAGE_LOSS,
     Kind.MESSAGE_DUPLICATE,
@@ -176,7 +180,7 @@ DECODE_LINK_KINDS = (
 """METADATA_DROPPED: NIXL forgets agents that were loaded. READ_LIES: a READ is complete, and what it has left is wrong;
 all engines verify then. KNOWN_PEER: from the start by an option of the decode engine, later by a message to the life
 that it has then. Links from a decode engine to a prefill engine."""
-DRAWN_APART = frozenset({Kind.METADATA_DROPPED, Kind.DRAIN, Kind.FLOOD, Kind.READ_LIES, Kind.KNOWN_PEER})
+DRAWN_APART = frozenset({Kind.METADATA_DROPPED, Kind.DRAIN, Kind.FLOOD, Kind.READ_LIES, Kind.KNOWN_PEER, Kind.SLEEP})
 """Kinds that are drawn by generators of their own, so that the plans of all other seeds stay what they were."""
 PREFILL_KINDS = (
     Kind.CRASH_NEW_ID,
@@ -254,6 +258,9 @@ LIES_SHARE = 0.1
 LIES_MAX = 3
 KNOWN_SHARE = 0.15
 KNOWN_BY_OPTION_SHARE = 0.7
+SLEEP_SHARE = 0.2
+SLEEP_SECONDS_MIN = 0.5
+"""An engine does not fall asleep before nothing is lent any more."""
 SKEWED_SHARE = 0.06
 """How many seeds have faults that would hardly ever meet by themselves."""
 
@@ -426,6 +433,10 @@ def draw_plan(seed: int, kinds: Sequence[Kind] = LEVEL2_KINDS) -> Plan:
         named = generator(seed, "named peers")
         if named.random() < KNOWN_SHARE:
             faults += _known_peers(shape, named)
+    if Kind.SLEEP in kinds:
+        of_sleep = generator(seed, "sleep")
+        if of_sleep.random() < SLEEP_SHARE:
+            faults += [draw_fault(Kind.SLEEP, shape, of_sleep) for _ in range(of_sleep.randint(1, 3))]
     return Plan(seed=seed, faults=sorted(faults, key=lambda fault: fault.at_seconds))
 
 
@@ -512,6 +523,8 @@ def draw_fault(kind: Kind, shape: Shape, chance: random.Random) -> Fault:
     if kind is Kind.FULL_QUARANTINE:
         duration_seconds = min(longest, shape.request_timeout_seconds + QUIESCE_SECONDS + QUARANTINE_SECONDS)
         probability = QUARANTINE_PROBABILITY
+    if kind is Kind.SLEEP:
+        duration_seconds = min(longest, max(duration_seconds, SLEEP_SECONDS_MIN))
     return Fault(
         kind=kind,
         target=_draw_target(kind, shape, chance),

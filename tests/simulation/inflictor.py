@@ -172,7 +172,7 @@ class Inflictor:
         engine.crash()
         # Counted from now: the last rank may have died late, and the port is free when its tasks have ended.
         await trio.sleep_until(max(fault.end_seconds, trio.current_time() + RESTART_SECONDS_MIN))
-        self._restart(engine, old.engine_id if fault.kind is Kind.CRASH_SAME_ID else None)
+        self.restart(engine, old.engine_id if fault.kind is Kind.CRASH_SAME_ID else None)
 
     async def _drain(self, engine: SimulatedEngine, fault: Fault) -> None:
         """An operator lets an engine drain, ends it when it says that it has, and starts another in its place."""
@@ -211,7 +211,7 @@ class Inflictor:
         self._oracles.check_all_reported(engine.name)
         engine.crash()
         await trio.sleep_until(max(fault.end_seconds, trio.current_time() + RESTART_SECONDS_MIN))
-        self._restart(engine, engine_id)
+        self.restart(engine, engine_id)
 
     async def _replace_by_another_model(self, engine: SimulatedEngine, fault: Fault) -> None:
         """An operator's mistake, and its correction."""
@@ -221,16 +221,18 @@ class Inflictor:
         engine.crash()
         await trio.sleep(RESTART_SECONDS_MIN)
         chance = generator(self._plan.seed, f"variant at {fault.at_seconds}")
-        wrong = self._restart(
+        wrong = self.restart(
             engine, None, chance.choice([Variant.OTHER_MODEL, Variant.OTHER_BLOCKS, Variant.OTHER_WEIGHTS])
         )
         await trio.sleep_until(max(fault.end_seconds, trio.current_time()))
         if engine.process is wrong and not wrong.has_died():
             engine.crash()
             await trio.sleep(RESTART_SECONDS_MIN)
-            self._restart(engine, None)
+            self.restart(engine, None)
 
-    def _restart(self, engine: SimulatedEngine, engine_id: str | None, variant: Variant = Variant.SAME) -> Process:
+    def restart(
+        self, engine: SimulatedEngine, engine_id: str | None = None, variant: Variant = Variant.SAME
+    ) -> Process:
         """A new life; without an engine id, a new one is drawn, as vLLM does."""
         engine.start(engine_id or f"{engine.name}-life{engine.process.life + 1}", variant)
         self._run(engine.run)
@@ -331,7 +333,7 @@ class Inflictor:
         """A worker can serve no more; its engine goes on until somebody restarts it. One that is shutting down does not
         say so."""
         broken = engine.process
-        if broken.has_died() or broken.is_stopping:
+        if broken.has_died() or broken.is_stopping or broken.is_asleep:
             return
         self._strike(fault)
         ranks = [rank for rank in self._ranks(fault) if not rank.is_dead]
@@ -339,7 +341,8 @@ class Inflictor:
             rank.port.break_down("a fault of the plan")
         await trio.sleep(STOP_TOLD_SECONDS)
         for rank in ranks:
-            if not (rank.has_stopped or rank.is_dead or rank.port.is_paused or broken.is_stopping):
+            is_ending = rank.is_dead or broken.is_stopping or broken.is_asleep
+            if not (rank.has_stopped or rank.port.is_paused or is_ending):
                 self._oracles.complain(
                     "health", f"rank {rank.tp_rank} of {engine.name} does not say that it has stopped"
                 )
@@ -348,7 +351,7 @@ class Inflictor:
             return
         engine.crash()
         await trio.sleep(RESTART_SECONDS_MIN)
-        self._restart(engine, None)
+        self.restart(engine, None)
 
     async def _crash_actors(self, fault: Fault) -> None:
         chance = generator(self._plan.seed, f"crash at {fault.at_seconds}")

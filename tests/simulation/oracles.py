@@ -315,6 +315,10 @@ class Oracles:
                 for consumer in [each for each, (engine, _) in lent.waiting.items() if engine == decode]:
                     del lent.waiting[consumer]
                 lent.consumed = {whose for whose in lent.consumed if whose[0] != decode}
+        self.forget_acquaintances(decode)
+
+    def forget_acquaintances(self, decode: str) -> None:
+        """It has to meet everybody anew."""
         self._acquainted = {who: since for who, since in self._acquainted.items() if who[0] != decode}
 
     def check_bytes(self, pull: Pull, tp_rank: int, wrong: list[int], when: str) -> None:

@@ -23,7 +23,7 @@ from connector.config import ConnectorOptions
 from connector.layout.local import LocalRank
 from connector.observe.event_log import EventLog
 from connector.observe.flight_recorder import BAD_ENDS_KEPT, STEPS_KEPT, FlightRecorder
-from connector.ports.nixl import MemoryRange
+from connector.ports.nixl import MemoryRange, PortCounts
 from connector.protocol import (
     AfterSteps,
     Command,
@@ -62,6 +62,8 @@ from tests.simulation.names import names_drawn_by
 from tests.simulation.oracles import Oracles
 from tests.simulation.shapes import LATE_DEVICE_SECONDS_MAX, LATE_DEVICES, RANK_LAG_SECONDS_MAX, EngineShape, Model
 
+NOTHING_LEFT = PortCounts(0, 0, 0, 1)
+"""What the port of a rank has that has stopped: its own memory."""
 PORT = 5600
 """Of all side channels."""
 GRACE_LEASES = 2
@@ -258,6 +260,7 @@ class Rank:
         self._leaves_ns: int | None = None
         self.has_stopped = False
         """It has said that it can serve no more."""
+        self.has_ended = trio.Event()
         self._around = around
         self._engine = engine
         self._scope = trio.CancelScope()
@@ -333,8 +336,11 @@ class Rank:
         )
 
     async def run(self) -> None:
-        with self._scope:
-            await self.supervisor.run()
+        try:
+            with self._scope:
+                await self.supervisor.run()
+        finally:
+            self.has_ended.set()
 
     def deliver(self, command: Command) -> None:
         """Hand a command to the actors, as soon as this rank comes to it; commands keep their order."""
@@ -343,7 +349,7 @@ class Rank:
             return
 
         def deliver() -> None:
-            if not self.is_dead:
+            if not (self.is_dead or self.has_ended.is_set()):
                 self.supervisor.deliver(self._with_steps(command))
 
         self._around.agenda.after(self._lag_seconds, deliver)
@@ -360,6 +366,11 @@ class Rank:
         # Not when the actors have stopped: the prompt may be computed here then, and a device does that after this.
         if not self.is_dead and self.supervisor._stopped is None:
             self.memory.forget(command.local_block_ids)
+
+    @property
+    def has_given_memory_back(self) -> bool:
+        """It has ended, and nothing of it can read or write there."""
+        return self.is_dead or (self.has_ended.is_set() and self.port.counts_at_close == NOTHING_LEFT)
 
     def kill(self) -> None:
         if not self.is_dead:
@@ -458,12 +469,16 @@ class Process:
         self.listener_clock = self.clock.ahead_by(listener_offset_ns)
         self._is_dead = False
         self.is_stopping = False  # in an orderly way
+        self.is_asleep = False
+        """Its ranks have ended, or are about to; others will take their places."""
         self.has_ended = False
         self.refuses_because: str | None = None
         """A worker has said that it can serve no more."""
         self._around = around
         self._engine = engine
         self._scope = trio.CancelScope()
+        self._chance = chance
+        self._nursery: trio.Nursery
         self.ranks: list[Rank] = []
         for tp_rank in range(self.shape.tp_size):
             clock = _new_clock(chance) if tp_rank else self.clock
@@ -476,7 +491,7 @@ class Process:
         if around.all_drain or around.faults.is_planned(Kind.DRAIN, engine.name):
             self.draining = EngineDraining(
                 side_channel=side_channel,
-                workers=[OwnWorker(rank.host, rank.control.port, None, LEAVE_SECRET) for rank in self.ranks],
+                workers=self._workers(),
                 clock=self.listener_clock,
                 grace_ns=to_ns(GRACE_LEASES * around.options.kv_lease_duration),
                 lease_ns=to_ns(around.options.kv_lease_duration),
@@ -489,13 +504,19 @@ class Process:
             side_channel=side_channel,
             host=host,
             port=PORT,
-            payloads={(0, rank.tp_rank): rank.payload(self.life_name) for rank in self.ranks},
+            payloads=self._payloads(),
             perf_counter=lambda: self.listener_clock.now_ns() / NS_PER_SECOND,
             log_bad_frame=lambda detail: None,
             log_cut_off=lambda address, why: None,
             log_crash=lambda task, error: around.oracles.crash(engine.name, task, error),
             draining=self.draining,
         )
+
+    def _workers(self) -> list[OwnWorker]:
+        return [OwnWorker(rank.host, rank.control.port, None, LEAVE_SECRET) for rank in self.ranks]
+
+    def _payloads(self) -> dict[tuple[int, int], bytes]:
+        return {(0, rank.tp_rank): rank.payload(self.life_name) for rank in self.ranks}
 
     @property
     def place(self) -> str:
@@ -524,6 +545,7 @@ class Process:
         with self._scope:
             try:
                 async with trio.open_nursery() as nursery:
+                    self._nursery = nursery
                     for rank in self.ranks:
                         nursery.start_soon(rank.run)
                     nursery.start_soon(self.listener.run)
@@ -541,6 +563,32 @@ class Process:
         for rank in self.ranks:
             rank.supervisor.stop()
         self.listener.stop()
+
+    async def fall_asleep(self, timeout_seconds: float) -> None:
+        """Stop the ranks, and wait until they have ended, for so long at most. The listener goes on."""
+        self.is_asleep = True
+        for rank in self.ranks:
+            rank.supervisor.stop()
+        with trio.move_on_after(timeout_seconds):
+            for rank in self.ranks:
+                await rank.has_ended.wait()
+
+    def begin_anew(self, life: int) -> None:
+        """For peers it is another life from now on."""
+        self.life = life
+        self.life_name = f"{self._chance.getrandbits(128):032x}"
+
+    def replace(self, rank: Rank) -> None:
+        """In its place there is one with the same memory and the same clock."""
+        new = Rank(self._around, self._engine, self, rank.tp_rank, rank.clock, rank.memory, self._chance)
+        self.ranks[rank.tp_rank] = new
+        self._nursery.start_soon(new.run)
+
+    def serve_anew(self) -> None:
+        """All ranks have been replaced."""
+        self.is_asleep = False
+        self.listener.answer_with(self._payloads())
+        self.listener.tell_workers(self._workers())
 
     def stop_serving(self, reason: str) -> None:
         """A worker can serve KV no more."""

@@ -46,6 +46,7 @@ from tests.simulation.vllm.cluster import (
     WITH_WINDOWS,
     simulate,
 )
+from tests.simulation.vllm.sleep import MODES
 
 pytestmark = pytest.mark.timeout(400)  # one plays all plans, if it runs by itself
 
@@ -252,6 +253,19 @@ def test_a_decode_engine_that_lends_back_drains() -> None:
     assert result.coverage["an engine drained"] == 1
 
 
+def test_engines_sleep_and_wake_up() -> None:
+    """In each of vLLM's modes; who comes while they sleep waits, and is served."""
+    coverage: Counter[str] = Counter()
+    for seed in (1, 8, 45):
+        result = simulate(Plan(seed=seed, faults=SLEEPS))
+        assert result.violations == []
+        assert result.outcomes["done"] > 0
+        coverage += result.coverage
+    for role in "PD":
+        assert [mode for mode in MODES if not coverage[f"{role} asleep in mode {mode}"]] == []
+        assert coverage[f"{role} woke up, and requests were waiting"] > 0
+
+
 def test_everything_that_matters_happens_in_these_seeds() -> None:
     coverage: Counter[str] = Counter()
     faults: Counter[Kind] = Counter()
@@ -339,11 +353,23 @@ def lend_although_it_is_to_end(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Draining, "accepts", True)
 
 
+def tell_nobody_that_it_has_slept(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ConnectorScheduler, "serve_handshakes", lambda *_: None)
+
+
+def never_forget_what_was_read(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TransferLedger, "transfers", 1)
+
+
 def pass_nobody_over(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KeptBlocks, "room_for", lambda *_: Room.ENOUGH)
 
 
 DRAIN = Fault(kind=Kind.DRAIN, target="p0", at_seconds=1.0, duration_seconds=0.1)
+SLEEPS = [
+    Fault(kind=Kind.SLEEP, target="p0", at_seconds=1.0, duration_seconds=1.5),
+    Fault(kind=Kind.SLEEP, target="d0", at_seconds=2.0, duration_seconds=1.0),
+]
 STALL = Fault(kind=Kind.READ_STALL, target="d0>p0", at_seconds=0.0, duration_seconds=6.0)
 
 Broken: TypeAlias = tuple[Callable[[pytest.MonkeyPatch], None], list[Fault], int, str]
@@ -358,6 +384,8 @@ BROKEN: list[Broken] = [
     (say_held_of_what_was_released, [], 1, "proof"),
     (lend_although_it_is_to_end, [DRAIN], 2, "draining"),
     (pass_nobody_over, [], 2, "standstill"),
+    (tell_nobody_that_it_has_slept, SLEEPS, 8, "recovery"),
+    (never_forget_what_was_read, SLEEPS, 8, "sleep"),
 ]
 """One for each oracle, with quick seeds; `test_broken_connectors` has others."""
 

@@ -28,13 +28,15 @@ from tests.simulation.active_faults import ActiveFaults
 from tests.simulation.agenda import Agenda
 from tests.simulation.cluster import PROBE_SECONDS, SPREAD_SHARE, Cluster, Result, run_cluster
 from tests.simulation.coverage import TransitionKey
-from tests.simulation.faults import Kind, Plan, generator
+from tests.simulation.faults import Fault, Kind, Plan, generator
+from tests.simulation.inflictor import RESTART_SECONDS_MIN
 from tests.simulation.process import Surroundings
 from tests.simulation.shapes import BLOCK_TOKENS, RANK_LAG_SECONDS_MAX, EngineShape, SecondGroup
 from tests.simulation.vllm.config import MAX_MODEL_TOKENS, draw_knobs
 from tests.simulation.vllm.content import sequence
 from tests.simulation.vllm.engine import DECODE, LOADED, PREFILL, VllmEngine
 from tests.simulation.vllm.oracles import ABORTED, Ask, Requests
+from tests.simulation.vllm.sleep import MODES
 
 TEXTS = 4
 PROMPT_TOKENS_MAX = 8 * BLOCK_TOKENS
@@ -147,6 +149,30 @@ class VllmCluster(Cluster[VllmEngine, VllmEngine]):
 
         self._prefills = make(self._shape.prefill_names, PREFILL)
         self._decodes = make(self._shape.decode_names, DECODE)
+
+    async def _inflict(self, fault: Fault) -> None:
+        if fault.kind is Kind.SLEEP:
+            await trio.sleep_until(fault.at_seconds)
+            await self._put_to_sleep(next(each for each in self._engines if each.name == fault.target), fault)
+        else:
+            await super()._inflict(fault)
+
+    async def _put_to_sleep(self, engine: VllmEngine, fault: Fault) -> None:
+        """An operator does, and wakes it up; who could not give its memory up is started again."""
+        process, sleep = engine.process, engine.sleep
+        if process.has_died() or process.is_stopping:
+            return
+        sleep.ask(generator(self._plan.seed, f"sleep at {fault.at_seconds}").choice(MODES))
+        await trio.sleep_until(fault.end_seconds)
+        if engine.process is not process or process.has_died() or process.is_stopping:
+            return
+        self._faults.fired[Kind.SLEEP] += sleep.is_asleep
+        if sleep.has_failed:
+            engine.crash()
+            await trio.sleep(RESTART_SECONDS_MIN)
+            self._inflictor.restart(engine)
+        else:
+            sleep.wake_up()
 
     # --- clients ----------------------------------------------------------------------------------------------------
 

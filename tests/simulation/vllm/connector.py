@@ -3,7 +3,8 @@
 `NixlConnector` here is the production class; only its two sides are made anew. The scheduler side gets a clock and the
 name of its life from the seed, and the listener of a simulated process. The worker side is the production
 `ConnectorWorker` without `register_kv_caches`, which is where it would open real doors: its thread is a stand-in that
-hands commands to the actors of a simulated process.
+hands commands to the actors of a simulated process. When the engine falls asleep and wakes up, these are the ranks of
+one life of the process and of the next.
 
 vLLM makes connectors without arguments of ours, so what they need lies in a context variable while they are made. The
 address comes from the environment, as in production.
@@ -13,8 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,7 @@ from connector.config import ConnectorOptions, parse_options
 from connector.nixl_connector import NixlActorConnector as ProductionConnector
 from connector.protocol import Command
 from connector.scheduler.connector_scheduler import ConnectorScheduler
+from connector.step_metadata import HandshakeMetadata
 from connector.worker.cache_memory import CacheMemory
 from connector.worker.connector_worker import ConnectorWorker
 from connector.worker.finishing import Finishing, Run
@@ -52,6 +55,12 @@ class Birth:
     memory: RankMemory
     send: Callable[[list[Command]], None]
     """Hands the commands of a step to the actors."""
+    make_actors: Callable[[], None]
+    """In place of those that have ended."""
+    actors_gave_memory_back: Callable[[], bool]
+    """Whether the actors have ended, and nothing of theirs reads or writes in the KV cache."""
+    serve_anew: Callable[[], None]
+    """Has the listener tell of the actors that there are now."""
     run: Run
     """What a device does with its memory."""
     stop_serving: Callable[[str], None]
@@ -91,10 +100,13 @@ class ActorsNextDoor:
     def __init__(self, send: Callable[[list[Command]], None]) -> None:
         self._send = send
         self._posted: list[Command] = []
-        self.is_dead = False
         self.death: BaseException | None = None
         self.is_called = False
         """It never waits for a thread to wake up."""
+
+    @property
+    def is_dead(self) -> bool:
+        return self.death is not None
 
     def lateness(self) -> tuple[int, float]:
         return 0, 0.0
@@ -106,9 +118,22 @@ class ActorsNextDoor:
         commands, self._posted = self._posted, []
         self._send(commands)
 
-    def stop(self, timeout_seconds: float) -> bool:
+
+class SimulatedActors:
+    """In place of the agent, the control socket and the thread of one life: a rank of the simulated process."""
+
+    nixl_lag_seconds = 0.0
+
+    def __init__(self, birth: Birth) -> None:
+        self._birth = birth
+        self.thread = ActorsNextDoor(birth.send)
+
+    def start(self, *, is_warm: bool) -> None:
+        self._birth.make_actors()
+
+    def stop(self) -> bool:
         """The simulated process stops its actors itself."""
-        return True
+        return self._birth.actors_gave_memory_back()
 
 
 class ListenerNextDoor:
@@ -116,6 +141,7 @@ class ListenerNextDoor:
 
     def __init__(self, birth: Birth) -> None:
         self.stop_serving = birth.stop_serving
+        self._serve_anew = birth.serve_anew
         self._draining = birth.draining
         self.totals: dict[str, int] = {}
         self.is_dead = False
@@ -123,6 +149,10 @@ class ListenerNextDoor:
     @property
     def draining(self) -> Draining:
         return self._draining()
+
+    def serve(self, ranks: Mapping[tuple[int, int], HandshakeMetadata], life: str) -> None:
+        """The simulated process knows what to say, and under which name."""
+        self._serve_anew()
 
     def stop(self) -> None:
         """The simulated process stops its listener itself."""
@@ -137,8 +167,11 @@ class SimulatedWorker(ConnectorWorker):
         super().__init__(vllm_config, kv_cache_config, options)
         self._clock = birth.worker_clock
         self.ledger = TransferLedger(birth.worker_clock, options.kv_lease_duration)
-        actors: Any = ActorsNextDoor(birth.send)
-        self._thread = actors
+        make_actors: Any = functools.partial(SimulatedActors, birth)
+        self._make_actors = make_actors
+        self._actors = make_actors()
+        self._thread = self._actors.thread
+        self._follows_sleep = True
         cache_memory = CacheMemory([torch.from_numpy(birth.memory.flat.view(np.int64))])
         self._finishing = Finishing(birth.run, BlockPermuter({}), cache_memory)
 

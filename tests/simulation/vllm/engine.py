@@ -29,6 +29,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, KVCacheBlockCopy, resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
@@ -50,6 +51,7 @@ from connector.protocol import (
     TrackLease,
     WorkerEvent,
 )
+from connector.scheduler.connector_scheduler import ConnectorScheduler
 from connector.step_metadata import StepMetadata, WorkerReport
 from connector.step_overlap import may_read
 from connector.wire.params import ParamsKind, classify
@@ -64,6 +66,7 @@ from tests.simulation.vllm.config import Knobs, engine_configuration
 from tests.simulation.vllm.connector import Birth, NixlConnector, being_born
 from tests.simulation.vllm.content import sequence
 from tests.simulation.vllm.oracles import ABORTED, ENGINE_DIED, Ask, Requests
+from tests.simulation.vllm.sleep import Sleep
 from tests.simulation.vllm.worker import SimulatedRunner
 from tests.unit.vllm_setup import block_hasher
 
@@ -199,9 +202,10 @@ class VllmEngine:
         self._loaded_tokens: dict[str, int] = {}
         self._has_stopped_lending = False
         self._steps_stood = 0
+        self.sleep = Sleep(self, self._connectors)
 
     def _birth(self, rank: Rank) -> Birth:
-        process = self.process
+        process, tp_rank = self.process, rank.tp_rank
         return Birth(
             host=process.address.host,
             port=process.address.port,
@@ -209,7 +213,10 @@ class VllmEngine:
             scheduler_clock=process.listener_clock,
             worker_clock=rank.clock,
             memory=rank.memory,
-            send=lambda commands: self._send(rank, commands),
+            send=lambda commands: self._send(process.ranks[tp_rank], commands),
+            make_actors=lambda: process.replace(process.ranks[tp_rank]),
+            actors_gave_memory_back=lambda: process.ranks[tp_rank].has_given_memory_back,
+            serve_anew=process.serve_anew,
             run=functools.partial(self._run_later, rank),
             stop_serving=process.stop_serving,
             draining=lambda: process.draining.value if process.draining is not None else Draining(lease_ns=0),
@@ -218,9 +225,13 @@ class VllmEngine:
     @property
     def lent_prefills(self) -> int:
         """What has to end before it has drained."""
+        return self.scheduler_side._lends.counts().lent
+
+    @property
+    def scheduler_side(self) -> ConnectorScheduler:
         connector = self.scheduler.connector
         assert isinstance(connector, NixlConnector)
-        return connector.scheduler_side._lends.counts().lent
+        return connector.scheduler_side
 
     def _run_later(self, rank: Rank, work: Callable[[], None]) -> Callable[[], bool]:
         """See `connector.worker.finishing.Run`."""
@@ -256,6 +267,29 @@ class VllmEngine:
         for ask in list(self._open.values()):
             self._end(ask, ENGINE_DIED)
 
+    # --- sleep ------------------------------------------------------------------------------------------------------
+
+    def wake_core(self) -> None:
+        """There is something to look at."""
+        self._news.set()
+
+    def begin_anew(self) -> None:
+        """For peers this is another life; for the scheduler it is the same one."""
+        self.around.oracles.forget_acquaintances(self.name)
+        self._lives += 1
+        self.process.begin_anew(self._lives)
+
+    def note_abort(self, request_id: str) -> None:
+        """The engine has ended the request, and its client hears of that."""
+        if (ask := self._open.get(request_id)) is not None:
+            self._end(ask, ABORTED)
+
+    def cover_sleep(self, what: str, times: int = 1) -> None:
+        self._requests.cover(f"{self.role} {what}", times)
+
+    def complain_of_sleep(self, what: str) -> None:
+        self.around.oracles.complain("sleep", f"{self.name} {what}")
+
     # --- clients ----------------------------------------------------------------------------------------------------
 
     def submit(self, ask: Ask) -> None:
@@ -266,13 +300,13 @@ class VllmEngine:
             return
         self._open[ask.request_id] = ask
         self._arrived.append(ask)
-        self._news.set()
+        self.wake_core()
 
     def leave(self, ask: Ask) -> None:
         """The client has gone; perhaps after its answer, as it happens."""
         if not self.process.has_died():
             self._leaving.append(ask)
-            self._news.set()
+            self.wake_core()
 
     def _end(self, ask: Ask, finish: str) -> None:
         del self._open[ask.request_id]
@@ -283,8 +317,11 @@ class VllmEngine:
     async def _step_forever(self) -> None:
         try:
             while True:
+                self.sleep.look()
                 self._take_input()
-                if not (self.scheduler.has_requests() or self._ahead):
+                if not self._has_work:
+                    if await self.sleep.falls_asleep():
+                        continue
                     self._news = trio.Event()
                     await self._news.wait()
                     continue
@@ -298,6 +335,10 @@ class VllmEngine:
             where = f"{frame.name}, line {frame.lineno}"
             self.around.oracles.complain("scheduler", f"vLLM's scheduler raised on {self.name}: {error!r} in {where}")
             self.crash()
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self.scheduler.has_requests() or self._ahead)
 
     async def _stand_still(self) -> None:
         stopped = self.around.faults.hits(Kind.STOP_POLLING, self.name)
@@ -477,7 +518,7 @@ class VllmEngine:
                 self._note_command(command)
 
         def deliver() -> None:
-            if not rank.is_dead:
+            if not (rank.is_dead or rank.has_ended.is_set()):
                 for command in commands:
                     rank.deliver(command)
 
@@ -648,7 +689,7 @@ class VllmEngine:
         expected = [0] * self._pool.num_gpu_blocks
         for block_id, count in self._quarantined.items():
             expected[block_id] += count
-        far_ends = self.scheduler.connector.scheduler_side._lends._far_ends.held
+        far_ends = self.scheduler_side._lends._far_ends.held
         for block_id in (block_id for blocks in far_ends.values() for block_id in blocks):
             expected[block_id] += 1
         held = [blocks for group in self._held for blocks in group.values()]
@@ -672,7 +713,7 @@ class VllmEngine:
 
     def _check_standstill(self, computed: bool) -> None:
         """Nobody is served for the sake of one that waits for blocks in quarantine or lent back, and not for others."""
-        side = self.scheduler.connector.scheduler_side
+        side = self.scheduler_side
         kept = side._kept
         in_use = self._blocks_in_use
         waiting = [
@@ -681,7 +722,8 @@ class VllmEngine:
             if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
             and request_id not in side._loads._without_room
         ]
-        stands = bool(waiting) and not computed and not kept.is_none and in_use == kept.quarantined + kept.lent_back
+        may_serve = bool(waiting) and self.scheduler.pause_state is PauseState.UNPAUSED
+        stands = may_serve and not computed and not kept.is_none and in_use == kept.quarantined + kept.lent_back
         self._steps_stood = self._steps_stood + 1 if stands else 0
         if self._steps_stood == STANDSTILL_STEPS:
             self.around.oracles.complain(
@@ -693,7 +735,7 @@ class VllmEngine:
 
     def leftovers(self) -> list[str]:
         """What should not be there when nobody wants anything any more."""
-        side = self.scheduler.connector.scheduler_side
+        side = self.scheduler_side
         counts = {
             "requests that load KV": len(side._loads._loads),
             "requests that are answered or lent": len(side._lends._granting._grants),

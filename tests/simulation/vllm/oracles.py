@@ -11,6 +11,8 @@
     scheduler    vLLM's scheduler and the connector in it raise nothing
     bound        every request ends, load or no load
     standstill   no request that has no room beside a quarantine or what is lent back has others wait behind it
+    sleep        an engine falls asleep only when nothing is in flight, and nobody writes into its memory until it is
+                 awake
     leaks        at rest no request, lease, pull or heartbeat is left, and every block is free
 
 `Requests` is the book of what clients asked for. Coverage counts what must occur somewhere in the seeds, so that a test
