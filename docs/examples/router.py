@@ -31,6 +31,8 @@ from starlette.routing import Route
 
 REQUEST_TRANSFER = {"do_remote_decode": True, "do_remote_prefill": False}
 NOT_FOR_ONE_TOKEN = ("stream_options", "max_completion_tokens", "min_tokens")
+DATA = b"data: "
+"""What the lines of a streamed answer begin with."""
 CONVERSATIONS_MAX = 100_000
 PREFILL_SECONDS_MAX = 120.0
 
@@ -63,9 +65,27 @@ class Router:
         except httpx.HTTPError as error:
             return JSONResponse({"error": f"decode engine {decode}: {error!r}"}, status_code=502)
         if body.get("stream"):
-            return StreamingResponse(_passed_on(answer), answer.status_code, media_type="text/event-stream")
+            events = self._passed_on(answer, conversation, decode)
+            return StreamingResponse(events, answer.status_code, media_type="text/event-stream")
         content = self._remember(conversation, decode, await answer.aread())
         return Response(content, answer.status_code, media_type="application/json")
+
+    async def _passed_on(self, answer: httpx.Response, conversation: str | None, decode: str) -> AsyncIterator[bytes]:
+        """A streamed answer, line by line: vLLM has the parameters in its events, too, from 0.33 on."""
+        rest = b""
+        try:
+            async for chunk in answer.aiter_bytes():
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in lines:
+                    yield self._remember_line(conversation, decode, line) + b"\n"
+            yield self._remember_line(conversation, decode, rest)
+        finally:
+            await answer.aclose()  # a client that left: the engine is told, and gives up its request
+
+    def _remember_line(self, conversation: str | None, decode: str, line: bytes) -> bytes:
+        if not line.startswith(DATA) or b'"kv_transfer_params"' not in line:
+            return line
+        return DATA + self._remember(conversation, decode, line.removeprefix(DATA))
 
     async def _prefilled(
         self, path: str, body: dict[str, Any], headers: dict[str, str], params: dict[str, Any] | None
@@ -107,14 +127,6 @@ class Router:
             while len(self._conversations) > CONVERSATIONS_MAX:
                 self._conversations.popitem(last=False)
         return json.dumps(answer).encode()
-
-
-async def _passed_on(answer: httpx.Response) -> AsyncIterator[bytes]:
-    try:
-        async for chunk in answer.aiter_raw():
-            yield chunk
-    finally:
-        await answer.aclose()  # a client that left: the engine is told, and gives up its request
 
 
 def main() -> None:

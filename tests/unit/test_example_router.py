@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,27 @@ class Engines:
         self.asked[host] = json.loads(request.content)
         if host == "d" and self.answer is not None:
             return httpx.Response(200, content=self.answer)
+        if host == "d" and self.asked[host].get("stream"):
+            return httpx.Response(200, content=Streamed(STREAM))
         return httpx.Response(200, json={"choices": [], "kv_transfer_params": OF_P if host == "p" else OF_D})
+
+
+STREAM = [
+    'data: {"choices": [{"text": "a\u2028"}]}\n\nda'.encode(),
+    b'ta: {"choices": [{"finish_reason": "stop"}], "kv_transfer_params": ',
+    json.dumps(OF_D).encode() + b"}\n\n",
+    b"data: [DONE]\n\n",
+]
+"""As vLLM writes it from 0.33 on, in chunks that end anywhere."""
+
+
+class Streamed(httpx.AsyncByteStream):
+    def __init__(self, chunks: list[bytes]) -> None:
+        self._chunks = chunks
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for chunk in self._chunks:
+            yield chunk
 
 
 def call(body: dict[str, Any], engines: Engines, *, keeps_conversations: bool) -> bytes:
@@ -48,8 +69,12 @@ def call(body: dict[str, Any], engines: Engines, *, keeps_conversations: bool) -
     async def ask() -> bytes:
         router = module.Router(["http://p"], ["http://d"], keeps_conversations=keeps_conversations)
         router._http = httpx.AsyncClient(transport=httpx.MockTransport(engines))
-        answers = [await router.complete(Request(scope, receive)) for _ in range(2)]
-        return bytes(answers[-1].body)
+        for _ in range(2):
+            answer = await router.complete(Request(scope, receive))
+            content = (
+                bytes(answer.body) if not body.get("stream") else b"".join([x async for x in answer.body_iterator])
+            )
+        return content
 
     return trio.run(ask)
 
@@ -62,6 +87,20 @@ def test_no_client_chooses_or_learns_an_engines_request_ids(keeps_conversations:
     assert json.loads(answer) == {"choices": []}
     assert all("request_id" not in asked for asked in engines.asked.values())
     assert engines.asked["d"]["kv_transfer_params"] == OF_P
+    given_to_p = engines.asked["p"]["kv_transfer_params"]
+    assert given_to_p == (OF_D if keeps_conversations else {"do_remote_decode": True, "do_remote_prefill": False})
+
+
+@pytest.mark.parametrize("keeps_conversations", [False, True])
+def test_nor_from_an_answer_that_is_streamed(keeps_conversations: bool) -> None:
+    engines = Engines()
+    answer = call({"prompt": "a", "stream": True}, engines, keeps_conversations=keeps_conversations)
+    events = [event.removeprefix("data: ") for event in answer.decode().split("\n\n")]
+    assert [json.loads(event) for event in events[:2]] == [
+        {"choices": [{"text": "a\u2028"}]},
+        {"choices": [{"finish_reason": "stop"}]},
+    ]
+    assert events[2:] == ["[DONE]", ""]
     given_to_p = engines.asked["p"]["kv_transfer_params"]
     assert given_to_p == (OF_D if keeps_conversations else {"do_remote_decode": True, "do_remote_prefill": False})
 
