@@ -15,8 +15,9 @@ and says what a block holds: tokens, a state, or a ring buffer. That decides wha
 
 Shapes. A spec says what one rank holds; `shape` counts back to all ranks, so that the result is the same on every rank
 of every engine that runs the model. Two numbers cannot be counted back, because ranks may hold replicas: KV heads and
-groups of Mamba's B and C, when there is one of them on this rank. Those come from the model's configuration. Where it
-names several numbers of KV heads, nobody knows which of them is that of a layer (`LayerShape.heads_unknown`).
+groups of Mamba's B and C, when there is one of them on this rank. Those come from the model's configuration, or from
+that of a draft model with KV of its own. Where these name several numbers of KV heads, nobody knows which of them is
+that of a layer (`LayerShape.heads_unknown`).
 
 Block tables. vLLM keeps one table per cache group. Each is positional: block i stands for the same stretch of the
 request's tokens, and the null block stands in for what nobody needs any more. After n tokens a table still has
@@ -124,6 +125,7 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     group: int
     """Number of its cache group."""
     model_config: ModelConfig
+    draft_config: ModelConfig | None
     tp_size: int
 
 
@@ -175,15 +177,30 @@ def require_known_spec(layer: str, spec: KVCacheSpec) -> None:
 
 
 def layer_shapes(
-    kv_cache_config: KVCacheConfig, model_config: ModelConfig, tp_size: int, *, prefix_caching: bool
+    kv_cache_config: KVCacheConfig,
+    model_config: ModelConfig,
+    tp_size: int,
+    *,
+    prefix_caching: bool,
+    draft_config: ModelConfig | None = None,
 ) -> dict[str, LayerShape]:
-    """What each layer caches in the whole model. Only for specs that `require_known_spec` has let pass."""
+    """What each layer caches in the whole model. Only for specs that `require_known_spec` has let pass.
+
+    `draft_config`: of a model whose layers are among these, and that drafts for the other one.
+    """
     specs = layer_specs(kv_cache_config)
     shapes: dict[str, LayerShape] = {}
     for group, members in enumerate(kv_cache_config.kv_cache_groups):
         for name in members.layer_names:
             spec = specs[name]
-            layer = Layer(name=name, spec=spec, group=group, model_config=model_config, tp_size=tp_size)
+            layer = Layer(
+                name=name,
+                spec=spec,
+                group=group,
+                model_config=model_config,
+                draft_config=draft_config,
+                tp_size=tp_size,
+            )
             shapes[name] = msgspec.structs.replace(
                 family_of(spec).shape(layer),
                 dcp_sharded=spec.dcp_sharded,
@@ -271,9 +288,10 @@ def _heads(layer: Layer) -> LayerShape:
     heads = spec.num_kv_heads * layer.tp_size
     heads_unknown = False
     if spec.num_kv_heads == 1 and layer.tp_size > 1:
-        heads_unknown = names_several_numbers_of_heads(layer.model_config)
-        if not heads_unknown:
-            heads = min(heads, layer.model_config.get_total_num_kv_heads())
+        heads_in_all = _heads_in_all(layer)
+        heads_unknown = heads_in_all is None
+        if heads_in_all is not None:
+            heads = min(heads, heads_in_all)
     if spec.state_content_bytes is not None:
         # K and V of a head in a form of the attention backend, for instance with scales.
         component = Component(name=KEYS_AND_VALUES, units=heads, bytes_per_unit=spec.state_content_bytes)
@@ -282,6 +300,20 @@ def _heads(layer: Layer) -> LayerShape:
         k_bytes, v_bytes = (size * spec.dtype.itemsize for size in (spec.head_size, spec.head_size_v))
         shape = attention(layer.name, heads=heads, k_bytes=k_bytes, v_bytes=v_bytes, group=layer.group)
     return msgspec.structs.replace(shape, heads_unknown=heads_unknown)
+
+
+def _heads_in_all(layer: Layer) -> int | None:
+    """How many KV heads a layer of attention has on all ranks, as configurations say; None: they name several numbers.
+
+    Beside latent attention, which has none, these layers are the draft model's.
+    """
+    configs = [layer.model_config]
+    if layer.draft_config is not None and not layer.draft_config.use_mla:
+        configs = [layer.draft_config] if layer.model_config.use_mla else [*configs, layer.draft_config]
+    numbers = {config.get_total_num_kv_heads() for config in configs}
+    if len(numbers) > 1 or any(names_several_numbers_of_heads(config) for config in configs):
+        return None
+    return int(numbers.pop())
 
 
 def names_several_numbers_of_heads(model_config: ModelConfig) -> bool:

@@ -23,7 +23,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import (
     get_current_attn_backends,
     get_current_attn_backends_and_specs,
@@ -97,7 +97,13 @@ def derive_registration(
     tp_rank, tp_size = place.tp_rank, place.tp_size
     specs = layer_specs(kv_cache_config)
     prefix_caching = vllm_config.cache_config.enable_prefix_caching
-    by_specs = layer_shapes(kv_cache_config, vllm_config.model_config, tp_size, prefix_caching=prefix_caching)
+    by_specs = layer_shapes(
+        kv_cache_config,
+        vllm_config.model_config,
+        tp_size,
+        prefix_caching=prefix_caching,
+        draft_config=_draft_config(vllm_config),
+    )
     as_shaped = undivided(by_specs, vllm_config)
     shapes = as_stored(as_shaped, specs, vllm_config)
     not_packed = why_not_packed(vllm_config, kv_cache_config, as_shaped, specs)
@@ -148,6 +154,15 @@ def derive_registration(
     )
     _require_complete_metadata(registration)
     return registration
+
+
+def _draft_config(vllm_config: VllmConfig) -> ModelConfig | None:
+    """Of a draft model with KV of its own, which is transferred with the model's."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or not speculative.uses_draft_kv_cache():
+        return None
+    config: ModelConfig | None = speculative.draft_model_config
+    return config
 
 
 def _layers(

@@ -9,20 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
-from connector.families import names_several_numbers_of_heads
+from connector.families import layer_shapes, names_several_numbers_of_heads
 from connector.layout.blocks import GroupBlocks
 from connector.layout.geometry import LayoutMismatch, RankId
 from connector.layout.remote import Stated, layout_from_metadata, stated_by
 from connector.layout.sources import partners
 from connector.worker.registration import describe
 from tests.unit.cache_families import Content, Rank, carry_out, make_rank
-from tests.unit.vllm_setup import engine_config, single_rank, write_model
+from tests.unit.vllm_setup import (
+    cache_config,
+    draft_model,
+    engine_config,
+    latent_engine_config,
+    single_rank,
+    write_model,
+)
 
 TOKENS = 64
 FULL_LAYER, WINDOW_LAYER = "model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn"
@@ -156,3 +164,28 @@ def test_a_guess_that_another_engine_knows_to_be_wrong_is_refused(
         assert not names_several_numbers_of_heads(unnamed.model_config)
         with pytest.raises(LayoutMismatch, match=f"^KV heads of {WINDOW_LAYER} "):
             pair.read(4, 8)
+
+
+@pytest.mark.parametrize(("prefill_size", "decode_size"), [(1, 8), (4, 8), (8, 4), (16, 8), (8, 16)])
+def test_each_rank_gets_its_heads_of_a_draft_model_that_has_more_of_them(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, prefill_size: int, decode_size: int
+) -> None:
+    """4 in the model, 8 in the draft model, whose layer is the one with the window."""
+    drafting = write_model(tmp_path_factory.mktemp("draft"), num_attention_heads=16, num_key_value_heads=8)
+    for config in config_of(tmp_path_factory, num_key_value_heads=4):
+        speculative = draft_model(config, drafts=2)
+        speculative.draft_model_config = engine_config(drafting).model_config
+        monkeypatch.setattr(config, "speculative_config", speculative)
+        Pair(config, monkeypatch, MIMO, TOKENS).read(prefill_size, decode_size)
+
+
+def test_beside_latent_attention_the_layers_with_heads_are_the_draft_models(
+    tmp_path: Path,
+) -> None:
+    """A model of latent attention names a number of heads all the same: 8, and the draft model has 2."""
+    model = latent_engine_config(tmp_path / "latent").model_config
+    draft = engine_config(write_model(tmp_path / "draft", num_key_value_heads=2)).model_config
+    spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, head_size_v=32, dtype=torch.bfloat16)
+    caches = cache_config(spec, layers=1)
+    (shape,) = layer_shapes(caches, model, 8, prefix_caching=False, draft_config=draft).values()
+    assert (shape.components[0].units, shape.heads_unknown) == (2, False)
