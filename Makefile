@@ -15,6 +15,8 @@
 # make explore every order of events of the two cores with a few requests, in which up to two go wrong; takes minutes
 # make simulate SEEDS=100   that many seeds of the simulator: the two cores alone, then the production actors
 # make simulate-fresh   seeds that nobody has run before, on all levels, for 40 seconds
+# make lowest  tests with the oldest versions of libraries that pyproject.toml admits, fetched the first time; part of
+#              test-all
 # make soak    a day of virtual time: eight engines of each role that come and go; three to ten minutes. Goes on with
 #              the next seed where the last one ended; make soak SOAK_SEEDS=10 runs ten
 # make churn   a real decode engine meets 1,000 real prefill engines that come and go; prints what it keeps of them, and
@@ -58,7 +60,7 @@ SEEDS ?= 100
 SEED ?= 1
 SOAK_SEEDS ?= 1
 
-.PHONY: help setup demo check test parts test-all all-parts test-parts test-engines test-long test-alone upstream-next-vllm test-next-vllm test-next-vllm-all upstream programs explore simulate simulate-fresh \
+.PHONY: help setup demo check test parts test-all all-parts test-parts test-engines test-long test-alone upstream-next-vllm test-next-vllm test-next-vllm-all upstream programs lowest explore simulate simulate-fresh \
         soak churn crashes oracle mutants chaos fuzz attack test-gpu prometheus bench diagrams clean
 .DEFAULT_GOAL := help
 
@@ -86,7 +88,8 @@ parts: check test-parts upstream test-engines upstream-next-vllm test-next-vllm 
 test-all: setup
 	@$(MAKE) --no-print-directory --keep-going --jobs=1 all-parts
 
-all-parts: check test-parts upstream test-engines test-long test-alone upstream-next-vllm test-next-vllm-all simulate-fresh programs
+all-parts: check test-parts upstream test-engines test-long test-alone lowest upstream-next-vllm test-next-vllm-all \
+        simulate-fresh programs
 
 # The slowest are named, so that it can be seen where the time goes.
 # In the order of the conftest.py files: files that share engines follow each other, short ones are left for the end.
@@ -117,6 +120,9 @@ test-next-vllm-all: setup
 
 programs: setup
 	@$(BIN)/python -m tests.programs
+
+lowest: setup
+	$(BIN)/python -m tests.lowest $(TWO_AT_A_TIME)
 
 upstream: setup
 	$(BIN)/python -m tests.upstream --or-skip

@@ -120,7 +120,7 @@ class ConnectorWorker:
         # And not while it sleeps.
         self._actors: WorkerActors | None = None
         self._thread: ActorThread[Command | AfterSteps] | None = None
-        self._follows_sleep = follows_sleep(vllm_config)
+        self._follows_sleep = False  # until the cache is registered
         self._is_asleep = False
         # What the actors are told when it wakes up, and when that came.
         self._put_off: list[tuple[Command, int]] = []
@@ -163,6 +163,7 @@ class ConnectorWorker:
         """
         place = placement(self._vllm_config)
         staged = is_staged(self._vllm_config)
+        self._follows_sleep = follows_sleep(self._vllm_config)
         if not (staged or self._follows_sleep):
             keep_memory(self._vllm_config)  # a copy's too: an engine sleeps as a whole
         if place.is_copy:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 
 from tests.on_vllm.versions import folder_of
+from tests.python_path import looking_first_in
 from tests.upstream.source import NotFetched, end_without
 
 
@@ -24,10 +24,8 @@ def main() -> int:
         folder = folder_of(arguments.version)
     except NotFetched as error:
         end_without(error, or_skip=arguments.or_skip)
-    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-m", arguments.module, *arguments.options]
-    return subprocess.run(command, env=environment, check=False).returncode
+    return subprocess.run(command, env=looking_first_in(folder), check=False).returncode
 
 
 if __name__ == "__main__":

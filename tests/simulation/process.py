@@ -349,7 +349,7 @@ class Rank:
             return
 
         def deliver() -> None:
-            if not (self.is_dead or self.has_ended.is_set()):
+            if not self.is_dead:
                 self.supervisor.deliver(self._with_steps(command))
 
         self._around.agenda.after(self._lag_seconds, deliver)

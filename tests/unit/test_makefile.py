@@ -35,6 +35,7 @@ PARTS = BEFORE | AFTER
 ONLY_IN_ALL = {
     "what takes long": "tests/integration/test_networks.py tests/e2e",
     "engines alone": "-m pytest tests/e2e/test_dead_prefill.py",
+    "the oldest libraries": "-m tests.lowest",
 }
 PARTS_OF_ALL = BEFORE | ONLY_IN_ALL | AFTER
 

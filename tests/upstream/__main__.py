@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from tests.python_path import looking_first_in
 from tests.upstream.source import NotFetched, end_without, source_distribution, unpack
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,11 +71,10 @@ def main() -> int:
         (work / MODEL / "config.json").write_text(json.dumps(CONFIGURATION))
         (work / "pytest.ini").write_text("[pytest]\nmarkers = cpu_test: on CPUs\n")
         # Its `tests` must be found before ours, so the plug-in is named by itself.
-        paths = [str(root), str(ROOT), str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = looking_first_in(root, ROOT, Path(__file__).parent) | {"HF_HUB_OFFLINE": "1"}
         command = [sys.executable, "-m", "pytest", "-q", "-rx", "-p", "in_its_place", "-p", "no:cacheprovider"]
         command += ["-c", str(work / "pytest.ini"), "--rootdir", str(root), *options]
         command += [str(root / "tests" / "v1" / "kv_connector" / "unit" / name) for name in TESTS]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
         return subprocess.run(command, cwd=work, env=environment, check=False).returncode
 
 

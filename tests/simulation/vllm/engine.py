@@ -518,7 +518,7 @@ class VllmEngine:
                 self._note_command(command)
 
         def deliver() -> None:
-            if not (rank.is_dead or rank.has_ended.is_set()):
+            if not rank.is_dead:
                 for command in commands:
                     rank.deliver(command)
 
