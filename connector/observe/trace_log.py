@@ -4,7 +4,8 @@
 
 Size. A file that has reached `file_bytes` is followed by the next one, and the oldest is deleted when there are more
 than `files_kept`. No file is renamed, so that a process that reads one is not disturbed. Numbers of records go on from
-file to file without gaps. What processes left that have ended is not touched.
+file to file without gaps. What processes left that have ended is not touched. Where somebody deletes the file that is
+being written, as one that is older than a week because nothing has happened since, the next one begins.
 
 Sampling. Below a share of 1 only some requests are traced, and these whole: the choice is a hash of the request id on
 P, which P's lease and D's request and hold have in common, so both sides choose the same without asking each other.
@@ -326,6 +327,8 @@ class RotatingFiles:
 
     def _open(self) -> FileIO | None:
         """The file to go on in. None: it is not there any more."""
+        if self._file is not None and _is_deleted(self._file):
+            self._let_go()
         if self._file is None:
             with contextlib.suppress(FileNotFoundError):
                 self._file = FileIO(self.path, "a", opener=_open_existing)
@@ -392,6 +395,13 @@ class RotatingFiles:
 
 def _create(path: Path) -> FileIO:
     return FileIO(path, "x", opener=_open_for_append)
+
+
+def _is_deleted(file: FileIO) -> bool:
+    """Whether somebody has: what is written to it then nobody can read."""
+    with contextlib.suppress(OSError):  # which writing to it will say
+        return os.fstat(file.fileno()).st_nlink == 0
+    return False
 
 
 def _open_for_append(path: str, flags: int) -> int:

@@ -713,6 +713,32 @@ def test_a_file_that_somebody_has_deleted_is_not_missed(tmp_path: Path, errors: 
     assert read_trace(tmp_path)[-1].seq == 39
 
 
+def test_a_trace_goes_on_in_the_next_file_when_somebody_deletes_the_one_that_is_written(
+    tmp_path: Path, errors: list[str]
+) -> None:
+    """As what tidies old files up does with that of an engine that nobody has asked for anything in a week."""
+    sink = opened(tmp_path)
+    sink.write(record(seq=0))
+    sink.path.unlink()
+    sink.write(record(seq=1))
+    sink.write(record(seq=2))
+    sink.close()
+    assert errors == []
+    (process,) = read_processes(tmp_path)
+    assert [each.seq for each in process.records] == [1, 2]
+    assert [file.header.part for file in process.files if file.header is not None] == [1]
+
+
+def test_the_log_says_when_the_directory_of_the_trace_is_deleted(tmp_path: Path, errors: list[str]) -> None:
+    directory = tmp_path / "traces"
+    sink = opened(directory)
+    sink.write(record(seq=0))
+    shutil.rmtree(directory)
+    sink.write(record(seq=1))
+    assert "No such file" in (sink.interrupted or "")
+    assert len(errors) == 1
+
+
 def test_the_same_requests_are_sampled_on_both_sides_and_each_as_a_whole(tmp_path: Path) -> None:
     share, names = 0.3, [f"cmpl-{number}-p" for number in range(500)]
     p, d = opened(tmp_path, "p-engine", sample=share), opened(tmp_path, "d-engine", sample=share)
