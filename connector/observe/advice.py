@@ -82,7 +82,10 @@ WHAT_TO_DO: dict[str, str] = {
         "give each engine an address of its own (is VLLM_NIXL_SIDE_CHANNEL_HOST still localhost?); if P was replaced, "
         "prefill again"
     ),
-    "ControlLinkLost": "see whether P's worker died, and whether D can reach its port; it is connected again by itself",
+    "ControlLinkLost": (
+        "see whether P's worker died or its engine sleeps, and whether D can reach its port; it is connected again by "
+        "itself"
+    ),
     "PeerSilent": "see whether P hangs or is stopped, or the network to it; it is connected again once it answers",
     "RegistrationReplaced": "nothing to do: it is connected again by itself",
     "ReadNeverEnded": (

@@ -29,6 +29,7 @@ from connector.ports.gate import ANYBODY, Access
 from connector.ports.host_names import HostNames
 from connector.ports.side_channel import Link, LinkEnded, NameNotResolved, SideChannel, SideChannelError
 from connector.ports.zmq_bridge import ZmqSideChannel
+from connector.ports.zmq_bridge.refusals import REFUSED
 from connector.tools.asking import Address, AddressError, NotAsked, advertisement, engines_behind, parse_address
 from connector.wire import control
 from connector.wire.bounded import DecodeFailed, shorten
@@ -504,6 +505,8 @@ class Surveyor:
                 )
         except (LinkEnded, SideChannelError) as error:
             problem = f"{where} cannot be reached: {error.error}"
+            if error.error == REFUSED:  # and its listener has just answered
+                problem += "; its worker has ended, or the engine sleeps"
         except DecodeFailed as error:
             problem = f"{where} sent what is no answer: {error.detail}"
         finally:

@@ -521,6 +521,22 @@ def test_an_engine_that_serves_no_more_is_asked_all_the_same() -> None:
     run(test)
 
 
+def test_who_finds_no_worker_behind_a_listener_is_told_that_the_engine_may_sleep() -> None:
+    """As that of an engine that sleeps has no control socket."""
+
+    async def test() -> None:
+        async with engine("p", serves=True) as p:
+            p.control.close()
+            async with opened_surveyor(seconds=30.0) as surveyor:
+                (report,) = (await surveyor.survey([address_of(p)], EVERYTHING)).engines
+            assert report.first_problem == (
+                f"its control socket at {HOST}:{p.control.port} cannot be reached: the connection was refused, or there"
+                " is no way to the host; its worker has ended, or the engine sleeps"
+            )
+
+    run(test)
+
+
 def test_requests_without_parameters_are_counted_and_the_last_ones_named() -> None:
     async def test() -> None:
         async with engine("d", serves=True) as d:
