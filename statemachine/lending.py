@@ -12,6 +12,11 @@ not lent here; such a message is answered or counted, and changes nothing. What 
 kept until that process releases it or the lease is over: another one that has its engine id, a mistake of whoever
 starts engines or of a stranger, does not speak for it.
 
+A process that has stood still, because it was stopped or its machine was, finds messages of that time and deadlines
+that have passed, in no order. It ends nothing before it has taken these messages in: a lease that lasts longer than it
+was said to harms nobody, and one that its reader has renewed or released in time must not count as one that nobody
+wanted.
+
 A lease that is over is remembered with the reason, so that who comes too late is told why. What has been forgotten
 since is "not lent here", which is just as final.
 
@@ -32,7 +37,7 @@ from typing import TypeAlias, assert_never
 import msgspec
 
 from statemachine import lease as machine
-from statemachine.deadlines import Deadlines
+from statemachine.deadlines import NS_PER_SECOND, Deadlines
 from statemachine.kernel import Effect, Event, ProtocolError
 from statemachine.lease import BUILTIN_READERS, HEARTBEAT_DENOMINATOR, HEARTBEAT_NUMERATOR, Lease, LeaseName
 from statemachine.outcome import Outcome
@@ -45,6 +50,12 @@ HOLDERS_MAX = 64
 
 HEARERS_MAX = 4096
 """Decode ranks that are told when this engine leaves: those that were met last."""
+
+LATE_NS = NS_PER_SECOND
+"""A deadline that comes up so late was passed by a process that stood still. (Those of the explorer, whose leases last
+nanoseconds, never do.)"""
+HEARING_NS = NS_PER_SECOND
+"""For so long such a process takes in what it was sent meanwhile, before it ends what is due."""
 
 LATE_READERS_MAX = 64
 """Ranks that are remembered to have released a lease that has expired; further ones count with each repetition."""
@@ -277,6 +288,9 @@ class Lending:
         self._reused: set[str] = set()
         # One entry for each lease in state `held`, at or before its deadline.
         self._timers: Deadlines[LeaseName] = Deadlines()
+        # Until when nothing ends because this process had stood still; that was found HEARING_NS before, and what was
+        # due then is not put off once more.
+        self._hears_until_ns = 0
         # Who is told when this engine leaves, the rank that was met last at the end; at most HEARERS_MAX.
         self._hearers: OrderedDict[ReplyAddress, None] = OrderedDict()
         # When this engine's grace period is over; None: it does not leave.
@@ -284,13 +298,23 @@ class Lending:
         self._outcome: Outcome[LendingEffect] = Outcome(observe)
 
     def next_deadline(self) -> int | None:
-        return self._timers.next_ns()
+        due_ns = self._timers.next_ns()
+        return None if due_ns is None else max(due_ns, self._hears_until_ns)
 
     def advance(self, now_ns: int) -> list[LendingEffect]:
         """End what is due. One at a time: if one raises, the others stay due."""
+        if self._hears_first(now_ns):
+            return self._outcome.take(now_ns)
         while (due := self._timers.take_due(now_ns)) is not None:
             self._step(due, machine.DeadlinePassed(now_ns=now_ns))
         return self._outcome.take(now_ns)
+
+    def _hears_first(self, now_ns: int) -> bool:
+        """Whether nothing ends yet, because this process has stood still and has not heard what it was sent."""
+        due_ns = self._timers.next_ns()
+        if due_ns is not None and due_ns > self._hears_until_ns - HEARING_NS and now_ns - due_ns >= LATE_NS:
+            self._hears_until_ns = now_ns + HEARING_NS
+        return now_ns < self._hears_until_ns
 
     def handle(self, event: Event, now_ns: int) -> list[LendingEffect]:
         """Take one event in; returns what to do, in order."""
@@ -537,6 +561,7 @@ class Lending:
         other._newest = dict(self._newest)
         other._reused = set(self._reused)
         other._timers = self._timers.copy()
+        other._hears_until_ns = self._hears_until_ns
         other._hearers = self._hearers.copy()
         other._leaves_ns = self._leaves_ns
         return other
@@ -563,6 +588,7 @@ class Lending:
             self._timers.freeze(now_ns),
             tuple(self._hearers),
             None if self._leaves_ns is None else max(0, self._leaves_ns - now_ns),
+            max(0, self._hears_until_ns - now_ns),
         )
 
     # --- for people -------------------------------------------------------------------------------------------------

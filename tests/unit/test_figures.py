@@ -236,7 +236,7 @@ def test_an_answer_that_is_lent_back_and_not_read_is_counted_apart(fixed_ns: int
     core = Lending(LendingLimits(lease_ns=10 * SECOND, total_ns=100 * SECOND), own.observer(None))
     for event in (Computing(lease=LEASE), Granted(lease=LEASE, fixed_ns=fixed_ns)):
         core.handle(event, clock.ns)
-    clock.ns += 30 * SECOND
+    clock.ns = core.next_deadline() or 0
     core.advance(clock.ns)
     own.catch_up()
     taken = figures.take()

@@ -44,7 +44,7 @@ def test_bad_ends_outlive_the_other_steps() -> None:
     core = Lending(LIMITS, own.observer(None))
     core.handle(lending.Computing(lease=LEASE), clock.ns)
     core.handle(lending.Granted(lease=LEASE), clock.ns)
-    clock.pass_seconds(20)
+    clock.pass_seconds(1)
     core.advance(clock.ns)
     for number in range(8):
         clock.pass_seconds(1)
@@ -65,7 +65,7 @@ def test_ends_at_which_nothing_is_wrong_take_no_place_of_bad_ones() -> None:
     for number, fixed_ns in enumerate((None, 10**9)):
         core.handle(lending.Computing(lease=LeaseName(f"l{number}", number)), clock.ns)
         core.handle(lending.Granted(lease=LeaseName(f"l{number}", number), fixed_ns=fixed_ns), clock.ns)
-    clock.pass_seconds(20)
+    clock.pass_seconds(1)
     core.advance(clock.ns)
     clock.pass_seconds(1)
     core.handle(lending.Computing(lease=LEASE), clock.ns)
@@ -83,7 +83,7 @@ def test_the_record_of_an_answer_that_is_lent_back_says_so_while_nobody_has_aske
     core = Lending(LIMITS, own.observer(None))
     core.handle(lending.Computing(lease=LEASE), clock.ns)
     core.handle(lending.Granted(lease=LEASE, fixed_ns=10**9), clock.ns)
-    clock.pass_seconds(20)
+    clock.pass_seconds(1)
     core.advance(clock.ns)
     own.catch_up()
     told = [(each.to_state, each.reason, each.detail) for each in sink.records]
@@ -100,7 +100,7 @@ def test_the_record_of_a_lease_that_expired_says_who_held_it() -> None:
         core.handle(lending.Granted(lease=each), clock.ns)
     asked = lending.HoldAsked(reply_to=b"", engine_id="d", rank=0, ranks=2, sent_ns=0, leases=(LEASE,))
     core.handle(asked, clock.ns)
-    clock.pass_seconds(20)
+    clock.pass_seconds(1)
     core.advance(clock.ns)
     own.catch_up()
     details = {each.subject: each.detail for each in sink.records if each.to_state == "expired"}

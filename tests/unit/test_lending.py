@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -14,6 +15,8 @@ from statemachine.lease import READERS_MAX, LeaseName
 from statemachine.lending import (
     AMBIGUOUS,
     EXPIRED,
+    HEARING_NS,
+    LATE_NS,
     RELEASED,
     SUPERSEDED,
     UNKNOWN,
@@ -45,9 +48,9 @@ LIMITS = LendingLimits(lease_ns=100, total_ns=1000)
 A = LeaseName("a", 1)
 
 
-def lent(*leases: LeaseName) -> Lending:
+def lent(*leases: LeaseName, limits: LendingLimits = LIMITS) -> Lending:
     """A core that has lent these at the moment 0."""
-    core = Lending(LIMITS)
+    core = Lending(limits)
     for lease in leases:
         core.handle(Computing(lease=lease), 0)
         core.handle(Granted(lease=lease), 0)
@@ -112,6 +115,44 @@ def test_nobody_is_told_held_of_what_ends_at_this_very_moment() -> None:
     assert effects.count(FreeBlocks(lease=A, expired=True)) == 1
     assert effects[-1] == AnswerHold(reply_to=b"d", sent_ns=7, held=(), gone=((A, EXPIRED),))
     assert core.advance(1000) == []
+
+
+LONG = LendingLimits(lease_ns=10 * LATE_NS, total_ns=100 * LATE_NS)
+
+
+def ended(effects: Sequence[Effect]) -> list[LeaseName]:
+    return [each.lease for each in effects if isinstance(each, FreeBlocks)]
+
+
+def test_who_has_stood_still_hears_what_was_sent_meanwhile_before_it_ends_a_lease() -> None:
+    renewed, released, unwanted = (LeaseName(name, 1) for name in ("renewed", "released", "unwanted"))
+    core = lent(renewed, released, unwanted, limits=LONG)
+    awake_ns = LONG.lease_ns + LATE_NS
+    assert core.advance(awake_ns) == []
+    assert core.next_deadline() == awake_ns + HEARING_NS
+    assert hold(core, awake_ns + 1, renewed).held == ((renewed, LONG.lease_ns),)
+    assert FreeBlocks(lease=released, expired=False) in release(core, released)
+    assert core.advance(awake_ns + HEARING_NS - 1) == []
+    assert ended(core.advance(awake_ns + HEARING_NS)) == [unwanted]
+    assert core.next_deadline() == awake_ns + 1 + LONG.lease_ns
+    assert ended(core.advance(awake_ns + 1 + LONG.lease_ns)) == [renewed]
+
+
+def test_a_lease_ends_in_time_where_nobody_stood_still() -> None:
+    core = lent(A, limits=LONG)
+    assert ended(core.advance(LONG.lease_ns + LATE_NS - 1)) == [A]
+
+
+def test_what_is_due_is_put_off_once_however_late_the_executor_is() -> None:
+    other = LeaseName("b", 2)
+    core = lent(A, limits=LONG)
+    now_ns = LONG.lease_ns + LATE_NS
+    assert core.advance(now_ns) == []
+    core.handle(Granted(lease=other), now_ns)
+    assert ended(core.advance(now_ns + HEARING_NS + 5 * LATE_NS)) == [A]
+    now_ns += LONG.lease_ns + LATE_NS
+    assert core.advance(now_ns) == [], "the other one is due for the first time"
+    assert ended(core.advance(now_ns + HEARING_NS + 5 * LATE_NS)) == [other]
 
 
 def test_who_comes_too_late_is_told_why() -> None:
