@@ -139,7 +139,10 @@ WHAT_TO_DO: dict[str, str] = {
         "which vLLM adds nothing of its own to ids"
     ),
     "AbortedByClient": "nothing: the client went away",
-    "ConsumerUnknown": "see who sends releases to this P; it is not disturbed",
+    "ConsumerUnknown": (
+        "nothing, if that is a decode engine with this connector: it came after the lease had expired, or from before "
+        "this P slept or was restarted; else see who sends releases to this P; it is not disturbed"
+    ),
     "MessageMalformed": "see who sends this to P, and the versions of both; P is not disturbed",
     "ConnectionCutOff": "see who that is; a firewall keeps out who has no business at the side channel",
     "NotificationsDropped": "see who floods P with notifications; leases that they were to end expire",
