@@ -51,12 +51,6 @@ HOLDERS_MAX = 64
 HEARERS_MAX = 4096
 """Decode ranks that are told when this engine leaves: those that were met last."""
 
-LATE_NS = NS_PER_SECOND
-"""A deadline that comes up so late was passed by a process that stood still. (Those of the explorer, whose leases last
-nanoseconds, never do.)"""
-HEARING_NS = NS_PER_SECOND
-"""For so long such a process takes in what it was sent meanwhile, before it ends what is due."""
-
 LATE_READERS_MAX = 64
 """Ranks that are remembered to have released a lease that has expired; further ones count with each repetition."""
 
@@ -86,11 +80,14 @@ class LendingLimits(msgspec.Struct, frozen=True, kw_only=True):
         total_ns: how long renewals can keep them in all.
         ids_repeat: request ids are those of the clients, so that of an earlier lease may come again, or that of one of
             an earlier life of this engine, which nobody here remembers.
+        standstill_ns: who comes to a deadline so late has stood still, and takes in for as long what it was sent
+            meanwhile before it ends what is due.
     """
 
     lease_ns: int
     total_ns: int
     ids_repeat: bool = False
+    standstill_ns: int = NS_PER_SECOND
 
     @property
     def heartbeat_ns(self) -> int:
@@ -288,9 +285,9 @@ class Lending:
         self._reused: set[str] = set()
         # One entry for each lease in state `held`, at or before its deadline.
         self._timers: Deadlines[LeaseName] = Deadlines()
-        # Until when nothing ends because this process had stood still; that was found HEARING_NS before, and what was
-        # due then is not put off once more.
-        self._hears_until_ns = 0
+        # Until when nothing ends, because this process had stood still. What is due by then ends then, however late it
+        # is: an executor that is always late still ends each lease.
+        self._hears_until_ns: int | None = None
         # Who is told when this engine leaves, the rank that was met last at the end; at most HEARERS_MAX.
         self._hearers: OrderedDict[ReplyAddress, None] = OrderedDict()
         # When this engine's grace period is over; None: it does not leave.
@@ -298,8 +295,7 @@ class Lending:
         self._outcome: Outcome[LendingEffect] = Outcome(observe)
 
     def next_deadline(self) -> int | None:
-        due_ns = self._timers.next_ns()
-        return None if due_ns is None else max(due_ns, self._hears_until_ns)
+        return self._timers.next_ns() if self._hears_until_ns is None else self._hears_until_ns
 
     def advance(self, now_ns: int) -> list[LendingEffect]:
         """End what is due. One at a time: if one raises, the others stay due."""
@@ -307,13 +303,16 @@ class Lending:
             return self._outcome.take(now_ns)
         while (due := self._timers.take_due(now_ns)) is not None:
             self._step(due, machine.DeadlinePassed(now_ns=now_ns))
+        self._hears_until_ns = None
         return self._outcome.take(now_ns)
 
     def _hears_first(self, now_ns: int) -> bool:
         """Whether nothing ends yet, because this process has stood still and has not heard what it was sent."""
-        due_ns = self._timers.next_ns()
-        if due_ns is not None and due_ns > self._hears_until_ns - HEARING_NS and now_ns - due_ns >= LATE_NS:
-            self._hears_until_ns = now_ns + HEARING_NS
+        if self._hears_until_ns is None:
+            due_ns, standstill_ns = self._timers.next_ns(), self._limits.standstill_ns
+            if due_ns is None or now_ns - due_ns < standstill_ns:
+                return False
+            self._hears_until_ns = now_ns + standstill_ns
         return now_ns < self._hears_until_ns
 
     def handle(self, event: Event, now_ns: int) -> list[LendingEffect]:
@@ -588,7 +587,7 @@ class Lending:
             self._timers.freeze(now_ns),
             tuple(self._hearers),
             None if self._leaves_ns is None else max(0, self._leaves_ns - now_ns),
-            max(0, self._hears_until_ns - now_ns),
+            None if self._hears_until_ns is None else max(0, self._hears_until_ns - now_ns),
         )
 
     # --- for people -------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ ENGINE_LIMITS = EngineLimits(
 LEAVING_GRACE_NS = 150
 """How long P lends for, when it is to end; more than a lease lasts, as `drain_grace_seconds` has to be."""
 
-LENDING_LIMITS = LendingLimits(lease_ns=120, total_ns=240)
+LENDING_LIMITS = LendingLimits(lease_ns=120, total_ns=240, standstill_ns=12)
 
 
 class Cores(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,8 +15,6 @@ from statemachine.lease import READERS_MAX, LeaseName
 from statemachine.lending import (
     AMBIGUOUS,
     EXPIRED,
-    HEARING_NS,
-    LATE_NS,
     RELEASED,
     SUPERSEDED,
     UNKNOWN,
@@ -117,7 +115,8 @@ def test_nobody_is_told_held_of_what_ends_at_this_very_moment() -> None:
     assert core.advance(1000) == []
 
 
-LONG = LendingLimits(lease_ns=10 * LATE_NS, total_ns=100 * LATE_NS)
+STANDSTILL_NS = 10**9
+LONG = LendingLimits(lease_ns=10 * STANDSTILL_NS, total_ns=100 * STANDSTILL_NS, standstill_ns=STANDSTILL_NS)
 
 
 def ended(effects: Sequence[Effect]) -> list[LeaseName]:
@@ -127,32 +126,32 @@ def ended(effects: Sequence[Effect]) -> list[LeaseName]:
 def test_who_has_stood_still_hears_what_was_sent_meanwhile_before_it_ends_a_lease() -> None:
     renewed, released, unwanted = (LeaseName(name, 1) for name in ("renewed", "released", "unwanted"))
     core = lent(renewed, released, unwanted, limits=LONG)
-    awake_ns = LONG.lease_ns + LATE_NS
+    awake_ns = LONG.lease_ns + STANDSTILL_NS
     assert core.advance(awake_ns) == []
-    assert core.next_deadline() == awake_ns + HEARING_NS
+    assert core.next_deadline() == awake_ns + STANDSTILL_NS
     assert hold(core, awake_ns + 1, renewed).held == ((renewed, LONG.lease_ns),)
     assert FreeBlocks(lease=released, expired=False) in release(core, released)
-    assert core.advance(awake_ns + HEARING_NS - 1) == []
-    assert ended(core.advance(awake_ns + HEARING_NS)) == [unwanted]
+    assert core.advance(awake_ns + STANDSTILL_NS - 1) == []
+    assert ended(core.advance(awake_ns + STANDSTILL_NS)) == [unwanted]
     assert core.next_deadline() == awake_ns + 1 + LONG.lease_ns
     assert ended(core.advance(awake_ns + 1 + LONG.lease_ns)) == [renewed]
 
 
 def test_a_lease_ends_in_time_where_nobody_stood_still() -> None:
     core = lent(A, limits=LONG)
-    assert ended(core.advance(LONG.lease_ns + LATE_NS - 1)) == [A]
+    assert ended(core.advance(LONG.lease_ns + STANDSTILL_NS - 1)) == [A]
 
 
 def test_what_is_due_is_put_off_once_however_late_the_executor_is() -> None:
     other = LeaseName("b", 2)
     core = lent(A, limits=LONG)
-    now_ns = LONG.lease_ns + LATE_NS
+    now_ns = LONG.lease_ns + STANDSTILL_NS
     assert core.advance(now_ns) == []
     core.handle(Granted(lease=other), now_ns)
-    assert ended(core.advance(now_ns + HEARING_NS + 5 * LATE_NS)) == [A]
-    now_ns += LONG.lease_ns + LATE_NS
+    assert ended(core.advance(now_ns + STANDSTILL_NS + 5 * STANDSTILL_NS)) == [A]
+    now_ns += LONG.lease_ns + STANDSTILL_NS
     assert core.advance(now_ns) == [], "the other one is due for the first time"
-    assert ended(core.advance(now_ns + HEARING_NS + 5 * LATE_NS)) == [other]
+    assert ended(core.advance(now_ns + STANDSTILL_NS + 5 * STANDSTILL_NS)) == [other]
 
 
 def test_who_comes_too_late_is_told_why() -> None:

@@ -8,6 +8,7 @@ from statemachine.lending import Lending
 from tests.simulation.mutants.mutant import ByTest, Edit, Explored, Mutant
 from tests.simulation.mutants.places import KEEPER, LEASE, LENDING, ONE, SIBLINGS, TWINS, TWO_NAMES, TWO_OF_D, within
 
+STANDSTILL = "::test_who_has_stood_still_hears_what_was_sent_meanwhile_before_it_ends_a_lease"
 USED_AGAIN = "::test_a_request_id_that_is_used_again_supersedes_its_lease_and_is_ambiguous_without_its_number"
 
 # --- readers --------------------------------------------------------------------------------------------------------
@@ -282,6 +283,30 @@ DEADLINES = (
             ),
         ),
         place=ByTest(LENDING + "::test_a_deadline_whose_step_raises_leaves_the_others_due"),
+    ),
+    Mutant(
+        name="deadlines before messages",
+        rule="who stood still hears first",
+        row=77,
+        broken="a process that was stopped ends leases whose renewals and releases wait at its socket",
+        changes=(Edit(Lending._hears_first, "if due_ns is None or now_ns - due_ns < standstill_ns:", "if True:"),),
+        place=ByTest(LENDING + STANDSTILL),
+    ),
+    Mutant(
+        name="it hears for ever",
+        rule="who stood still hears first",
+        row=77,
+        broken="a process that comes late to its deadlines ends no lease any more",
+        changes=(Edit(Lending._hears_first, "return now_ns < self._hears_until_ns", "return True"),),
+        place=ByTest(LENDING + STANDSTILL),
+    ),
+    Mutant(
+        name="put off each time",
+        rule="who stood still hears first",
+        row=77,
+        broken="a process that is always late puts each deadline off again and again",
+        changes=(Edit(Lending._hears_first, "if self._hears_until_ns is None:", "if True:"),),
+        place=ByTest(LENDING + "::test_what_is_due_is_put_off_once_however_late_the_executor_is"),
     ),
 )
 

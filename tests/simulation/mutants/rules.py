@@ -214,6 +214,7 @@ RULES: dict[str, Rule] = {
         "An address one of whose connections was cut off for what it sent is shut out for a while, longer each time; "
         "what connections it has besides stay.",
     ),
+    "who stood still hears first": Rule(lending, "It ends nothing before it has taken these messages in"),
     # both
     "told again": Rule(remote_engine.ReadEnded, "May be told again."),
     "every wait ends": Rule(request.DeadlinePassed, "The request as a whole took too long."),
