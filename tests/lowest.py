@@ -23,7 +23,7 @@ NOT_OURS_TO_CHOOSE = ("numpy",)
 TESTS = (
     "tests/actors/test_inspection.py",
     "tests/actors/test_pull.py",
-    "tests/conformance",
+    "tests/conformance/test_zmq_bridge.py",
     "tests/simulation/test_simulation.py",
     "tests/unit/test_command_line.py",
     "tests/unit/test_trace_commands.py",
