@@ -41,11 +41,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 ALONE := tests/e2e/test_dead_prefill.py tests/e2e/test_lease_acknowledged.py tests/e2e/test_mixed_leases.py \
-         tests/e2e/test_deepseek_v4.py tests/e2e/test_chaos.py tests/e2e/test_ray.py tests/e2e/test_spans.py
+         tests/e2e/test_deepseek_v4.py tests/e2e/test_chaos.py tests/e2e/test_ray.py tests/e2e/test_span_times.py
 ENGINES := tests/e2e/test_engines.py tests/e2e/test_families.py tests/e2e/test_builtin_compatibility.py \
            tests/e2e/test_request_kinds.py tests/e2e/test_metrics.py tests/e2e/test_cache_reset.py \
            tests/e2e/test_routers.py tests/e2e/test_hostile_input.py tests/e2e/test_aborts.py \
-           tests/e2e/test_security.py tests/e2e/test_why.py
+           tests/e2e/test_security.py tests/e2e/test_why.py tests/e2e/test_spans.py
 # Minutes of floods, churn, ten thousand requests or broken connectors, and what is a matter of NIXL's version alone. With
 # every pair of engines that stands nowhere else: test-long.
 LONG := tests/conformance/test_nixl_facts.py tests/unit/test_ten_thousand_requests.py tests/simulation/test_soak.py \

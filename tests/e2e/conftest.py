@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e.cluster import BuiltinAndOurs, OnePrefillTwoDecode, Room
+from tests.e2e.traced import Traced
 
 MODULES_IN_ORDER = (
     "test_beside_offloading",
@@ -61,3 +62,8 @@ def cluster(unmended: OnePrefillTwoDecode) -> OnePrefillTwoDecode:
 @pytest.fixture
 def mixed(room: Room) -> BuiltinAndOurs:
     return room.occupy(BuiltinAndOurs)
+
+
+@pytest.fixture
+def traced(room: Room) -> Traced:
+    return room.occupy(Traced)
