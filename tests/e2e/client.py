@@ -180,6 +180,21 @@ class Client:
         response = self._http.post("/v1/completions", content=_encoded(body), headers=_headers(request_id))
         return [tuple(choice["token_ids"]) for choice in response.raise_for_status().json()["choices"]]
 
+    def session(
+        self, inputs: Iterable[tuple[list[int], int]], request_id: str, kv_transfer_params: Any, *, in_turns: bool
+    ) -> tuple[list[int], Any]:
+        """A session of streamed input, each with how many tokens answer it: all of these, and the `kv_transfer_params`
+        of the answer. The engine needs `tests.e2e.streamed_input`, which says what `in_turns` is. Raises
+        httpx.HTTPStatusError."""
+        body = {
+            "id": request_id,
+            "kv_transfer_params": kv_transfer_params,
+            "inputs": [{"tokens": tokens, "max_tokens": count} for tokens, count in inputs],
+            "in_turns": in_turns,
+        }
+        answer = self._http.post("/session", json=body).raise_for_status().json()
+        return answer["token_ids"], answer["kv_transfer_params"]
+
     def logprobs(
         self,
         prompt: str,

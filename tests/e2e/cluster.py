@@ -238,6 +238,7 @@ class OnePrefillTwoDecode:
             "trace_directory": self.traces.directory,
             "max_num_batched_tokens": CHUNK_TOKENS,
             "environment": {"VLLM_SERVER_DEV_MODE": "1"},  # caches can be reset from outside
+            "changes": "tests.e2e.streamed_input",
         }
         decode: dict[str, Any] = common | {
             "core": 1,

@@ -145,6 +145,38 @@ def test_a_streamed_answer(cluster: OnePrefillTwoDecode) -> None:
     cluster.traces.assert_plain(key)
 
 
+@pytest.mark.parametrize("in_turns", [False, True], ids=["at once", "in turns"])
+def test_a_session_goes_on_behind_what_is_loaded(cluster: OnePrefillTwoDecode, in_turns: bool) -> None:
+    """P has computed its first input."""
+    key = f"session-on-d-{in_turns}"
+    inputs = [
+        (list(prompt(tokens, f"{key} {tokens}").encode()), answer) for tokens, answer in ((100, 4), (40, 5), (70, 6))
+    ]
+    params = cluster.fail.prefill_client.complete(
+        inputs[0][0], max_tokens=1, request_id=key, kv_transfer_params=REQUEST_TRANSFER
+    ).kv_transfer_params
+    token_ids, _ = cluster.fail.decode_client.session(inputs, key, params, in_turns=in_turns)
+    alone, _ = cluster.recompute.decode_client.session(inputs, f"{key}-alone", None, in_turns=in_turns)
+    assert len(token_ids) == sum(answer for _, answer in inputs)
+    assert token_ids == alone
+    request, _ = cluster.traces.assert_plain(key)
+    assert request.blocks == blocks_of(100)
+
+
+def test_a_session_is_lent_whole(cluster: OnePrefillTwoDecode) -> None:
+    """With what P has answered between its inputs, but for the last token of each answer, which vLLM drops."""
+    first, second = (list(prompt(tokens, f"lent session {tokens}").encode()) for tokens in (50, 70))
+    token_ids, params = cluster.fail.prefill_client.session(
+        [(first, 3), (second, 1)], "session-on-p", REQUEST_TRANSFER, in_turns=False
+    )
+    whole = [*first, *token_ids[:2], *second]
+    answer = cluster.fail.decode(whole, params, "session-on-p")
+    assert answer.ok, answer.error
+    assert answer.token_ids == cluster.fail.alone(whole).token_ids
+    request, _ = cluster.traces.assert_plain("session-on-p")
+    assert request.blocks == blocks_of(len(whole))
+
+
 def test_logprobs_are_those_of_d_alone(cluster: OnePrefillTwoDecode) -> None:
     """They show a small error in KV that leaves the most probable tokens what they are."""
     text, key = prompt(150, "logprobs"), "logprobs"
