@@ -686,6 +686,15 @@ def test_a_lease_of_which_no_decode_engine_knows(
     assert answer.since_wall == len(steps) - 1
 
 
+def test_nobody_is_sent_to_the_router_for_a_prompt_that_is_still_computed() -> None:
+    """It sends the request to a decode engine when it has P's answer, and not before."""
+    computing, held = (
+        the_answer(lent(LENT[:count]), said_by(lease_row(state))) for count, state in ((1, "computing"), (2, "held"))
+    )
+    assert "whether the router sent it" not in computing.advice
+    assert "whether the router sent it" in held.advice
+
+
 def test_a_lease_that_one_rank_has_not_been_told_the_end_of_is_not_said_to_be_done() -> None:
     """Its blocks on the other one were kept for all of the lease."""
     for ranks in ((LENT, EXPIRED), (EXPIRED, LENT)):

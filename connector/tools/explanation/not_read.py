@@ -33,14 +33,20 @@ from connector.wire.inspection import EngineRow, LocalPrefillRow
 from statemachine import hold
 from statemachine.failures import LeaseExpired
 
-LEASE_WAITING: dict[str, tuple[str, str]] = {
-    "computing": ("the prefill engine computes its prompt", "when the prompt is computed, its blocks are lent to D"),
+LEASE_WAITING: dict[str, tuple[str, str, str]] = {
+    "computing": (
+        "the prefill engine computes its prompt, or waits for more of it where input is streamed",
+        "when the prompt is computed, its blocks are lent to D",
+        "nothing: the router sends it to a decode engine when it has the answer of the prefill engine; if that takes "
+        "too long, see how many requests that one serves (vllm:num_requests_running, vllm:num_requests_waiting)",
+    ),
     "held": (
         "the prefill engine keeps its blocks, and no decode engine is known to read them",
         "when nobody asks for them in time, the lease expires and the blocks are freed",
+        "see whether the router sent it to a decode engine",
     ),
 }
-"""By state of a lease, where no D is known."""
+"""By state of a lease, where no D is known: what it waits for, what comes next, what to do."""
 
 
 def explain_lease(case: Case, live: Live) -> Explanation:
@@ -54,14 +60,14 @@ def explain_lease(case: Case, live: Live) -> Explanation:
     engine_id = teller.engine_id if teller is not None else None
     since = said.row.since_seconds if said is not None else None
     until = said.row.deadline_seconds if said is not None else None
-    kind, outcome, advice, follows = None, "waiting", "see whether the router sent it to a decode engine", "nothing"
+    kind, outcome, advice, follows = None, "waiting", "nothing", "nothing"
     if state == "held" and said is not None and said.row.holders:
         readers = ", ".join(each.engine_id or "built-in engines" for each in said.row.holders)
         cause = f"The prefill engine keeps its blocks for {readers}, for {how_long(since)}"
         follows = "when all of them have released it, the blocks are freed"
         advice = "ask those decode engines too (--engine)"
     elif state in LEASE_WAITING:
-        waiting, follows = LEASE_WAITING[state]
+        waiting, follows, advice = LEASE_WAITING[state]
         cause = f"{capital(waiting)}, for {how_long(since)}"
     elif state == "expired":
         kind, outcome, advice = LeaseExpired.__name__, "failed", WHAT_TO_DO[LeaseExpired.__name__]
@@ -83,7 +89,11 @@ def explain_lease(case: Case, live: Live) -> Explanation:
         outcome, advice = "failed", "whoever gives requests their ids must give none twice"
         cause = "The prefill engine has used the request id again, and has not kept the blocks of the former request"
     else:
-        outcome, advice = "failed", "nothing: the prefill ended without lending (aborted, or nothing was computed)"
+        outcome = "failed"
+        advice = (
+            "nothing: the prefill ended without lending (aborted, as vLLM ends a session of streamed input whose end "
+            "comes when all is answered; or nothing was computed; or the engine was to end)"
+        )
         cause = "The prefill engine ended it without lending its blocks"
     return Explanation(
         request=case.name,
