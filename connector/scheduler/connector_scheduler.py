@@ -463,6 +463,8 @@ class ConnectorScheduler:
 
     def _note_local_prefill(self, request: Request) -> None:
         """The prompt is computed here, and nobody asks for it: perhaps a router has lost the parameters."""
+        if request.pooling_params is not None:
+            return  # vLLM takes parameters with requests that generate, and with no others
         reason = catalogue.UNUSABLE if request.kv_transfer_params else catalogue.ABSENT
         if reason is catalogue.UNUSABLE or self._is_decode_only:
             self._figures.note_local_prefill(reason)

@@ -11,9 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.pooling_params import PoolingParams
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from connector.clock import NS_PER_SECOND
 from connector.observe import catalogue
@@ -42,7 +43,7 @@ from statemachine.failures import Failure
 from statemachine.load import State as LoadState
 from tests.unit.hybrid_engine import BLOCK_TOKENS, MAX_MODEL_TOKENS, HybridEngine, full
 from tests.unit.log_lines import listening
-from tests.unit.vllm_setup import scheduling_config
+from tests.unit.vllm_setup import block_hasher, scheduling_config
 
 TOKENS = list(range(40))
 REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -356,6 +357,20 @@ def test_requests_that_are_lent_read_or_malformed_are_none_of_these() -> None:
     engine.load("read", TOKENS, lent())
     engine.submit("malformed", TOKENS, lent() | {"remote_port": "x"})
     engine.step()
+    assert local_prefills(engine) == []
+
+
+def test_nor_is_one_for_an_embedding() -> None:
+    engine = HybridEngine([full()])
+    pooled = Request(
+        request_id="embedding",
+        prompt_token_ids=list(TOKENS),
+        sampling_params=None,
+        pooling_params=PoolingParams(task="embed"),
+        block_hasher=block_hasher(engine.match_tokens),
+    )
+    engine.scheduler.add_request(pooled)
+    engine.schedule()
     assert local_prefills(engine) == []
 
 
