@@ -521,12 +521,25 @@ def test_an_engine_that_serves_no_more_is_asked_all_the_same() -> None:
     run(test)
 
 
+async def until_refused(port: int) -> None:
+    """ZMQ closes what it listens at a moment after it was told to."""
+    with trio.fail_after(10):
+        while True:
+            try:
+                stream = await trio.open_tcp_stream(HOST, port)
+            except OSError:
+                return
+            await stream.aclose()
+            await trio.sleep(0.01)
+
+
 def test_who_finds_no_worker_behind_a_listener_is_told_that_the_engine_may_sleep() -> None:
     """As that of an engine that sleeps has no control socket."""
 
     async def test() -> None:
         async with engine("p", serves=True) as p:
             p.control.close()
+            await until_refused(p.control.port)
             async with opened_surveyor(seconds=30.0) as surveyor:
                 (report,) = (await surveyor.survey([address_of(p)], EVERYTHING)).engines
             assert report.first_problem == (
