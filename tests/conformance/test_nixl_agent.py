@@ -293,6 +293,9 @@ async def real_world() -> AsyncIterator[RealWorld]:
         await world.end()
 
 
+IDLE_ATTEMPTS = 4
+
+
 class TestRealNixlPort(NixlPortSuite):
     def world(self) -> AbstractAsyncContextManager[NixlWorld]:
         return real_world()
@@ -749,11 +752,18 @@ class TestRealNixlPort(NixlPortSuite):
             reader = await new_reader(world)
             assert isinstance(reader.port, RealNixlPort)
             thread = reader.port._thread
-            await trio.sleep(1)
-            before = thread.turns
-            await trio.sleep(3)
-            # Two of them for each pause, and thirty more where the machine makes an empty poll look like work.
-            assert thread.turns - before < 10 * 3 / agent_thread.PAUSE_IDLE_SECONDS_MAX
+            turns = []
+            for _ in range(IDLE_ATTEMPTS):
+                await trio.sleep(1)
+                before = thread.turns
+                await trio.sleep(3)
+                turns.append(thread.turns - before)
+                # Two of them for each pause, and thirty more each time that the machine makes an empty poll look like
+                # work. A busy one does so again and again, so it is looked at more than once.
+                if turns[-1] < 10 * 3 / agent_thread.PAUSE_IDLE_SECONDS_MAX:
+                    break
+            else:
+                pytest.fail(f"an idle port's thread took {turns} turns in three seconds each")
             await reader.port.aclose(0)
 
         self.run(scenario)
