@@ -228,7 +228,7 @@ class Inflictor:
         if engine.process is wrong and not wrong.has_died():
             engine.crash()
             await trio.sleep(RESTART_SECONDS_MIN)
-            self.restart(engine, None)
+            self.restart(engine)
 
     def restart(
         self, engine: SimulatedEngine, engine_id: str | None = None, variant: Variant = Variant.SAME
@@ -351,7 +351,7 @@ class Inflictor:
             return
         engine.crash()
         await trio.sleep(RESTART_SECONDS_MIN)
-        self.restart(engine, None)
+        self.restart(engine)
 
     async def _crash_actors(self, fault: Fault) -> None:
         chance = generator(self._plan.seed, f"crash at {fault.at_seconds}")

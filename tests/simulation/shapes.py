@@ -13,6 +13,9 @@ RANK_LAG_SECONDS_MAX = 0.0005
 """How much later than the first one another rank may take up a step."""
 LATE_DEVICES = 0.25
 """How many ranks have a device that still writes when the engine knows what a step came to."""
+DEVICE_SECONDS_MAX = 0.02
+"""Until a late device has done what it was told with the blocks of a loaded request: longer than some steps, so that
+they may be somebody else's by then if nobody waits for it."""
 LATE_DEVICE_SECONDS_MAX = 0.003
 HEARD_SECONDS_MAX = RANK_LAG_SECONDS_MAX + LATE_DEVICE_SECONDS_MAX + 2 * LOOK_SECONDS
 """By then every rank's actors have heard of a step."""

@@ -61,7 +61,7 @@ from tests.rig.content import VOCABULARY_SIZE
 from tests.simulation.faults import Kind, engine_of
 from tests.simulation.oracles import Lent, Pull
 from tests.simulation.process import Process, Rank, Surroundings, Variant
-from tests.simulation.shapes import EngineShape
+from tests.simulation.shapes import DEVICE_SECONDS_MAX, EngineShape
 from tests.simulation.vllm.config import Knobs, engine_configuration
 from tests.simulation.vllm.connector import Birth, NixlConnector, being_born
 from tests.simulation.vllm.content import sequence
@@ -76,8 +76,6 @@ STEP_SECONDS_MIN = 0.0005
 STEP_SECONDS_MAX = 0.012
 IDLE_SECONDS_MIN = 0.001
 IDLE_SECONDS_MAX = 0.005
-DEVICE_SECONDS_MAX = 0.02
-"""Longer than some steps, so that the blocks may be somebody else's by then if nobody waits for it."""
 STANDSTILL_STEPS = 50
 """In a row, in which an engine that has what it needs would have served somebody."""
 STEPS_AHEAD = 2

@@ -23,7 +23,7 @@ from connector.worker.sleep_mode import MemoryInUse
 from tests.rig.facts import LEAVE_SECRET, facts
 from tests.simulation.inflictor import SHUTDOWN_SECONDS
 from tests.simulation.model import JUNK
-from tests.simulation.shapes import LATE_DEVICE_SECONDS_MAX
+from tests.simulation.shapes import DEVICE_SECONDS_MAX, LATE_DEVICE_SECONDS_MAX
 from tests.simulation.vllm.connector import NixlConnector
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Mode = Literal["abort", "wait", "keep"]
 MODES: tuple[Mode, ...] = ("abort", "wait", "keep")
 """What becomes of the requests that there are: they are aborted, the engine waits for their ends, or it keeps them."""
-DEVICE_SECONDS = max(LATE_DEVICE_SECONDS_MAX, 0.02)
+DEVICE_SECONDS = max(LATE_DEVICE_SECONDS_MAX, DEVICE_SECONDS_MAX)
 """After so long a device has done all that it was given."""
 
 _ASLEEP = np.uint64(0x5EE9_5EE9_5EE9_5EE9)
