@@ -44,7 +44,7 @@ from connector.ports.nixl_agent import core as agent_core
 from connector.ports.nixl_agent import port as agent_port
 from connector.ports.nixl_agent import thread as agent_thread
 from connector.ports.nixl_agent.looks import IN_TURN_MAX, OLDEST_MAX
-from connector.ports.nixl_agent.metadata import UCX_ADDRESS_VERSION_KNOWN
+from connector.ports.nixl_agent.metadata import UCX_ADDRESS_VERSION_KNOWN, MetadataUnreadable
 from tests.conformance.nixl_suite import (
     BLOCK_BYTES,
     BLOCKS,
@@ -61,7 +61,7 @@ from tests.conformance.nixl_suite import (
     reader_and_source,
     whole,
 )
-from tests.conformance.ucx import in_version
+from tests.conformance.ucx import in_version, unwritten
 from tests.unit.log_lines import Lines, listening
 
 ROOT = Path(__file__).parents[2]
@@ -622,10 +622,25 @@ class TestRealNixlPort(NixlPortSuite):
             for version in range(UCX_ADDRESS_VERSION_KNOWN + 1, 16):
                 with pytest.raises(NixlCallFailed, match=f"its UCX address is of version {version}"):
                     await reader.port.add_remote_agent(in_version(peer.metadata, version))
+            for changed in unwritten(peer.metadata).values():
+                with pytest.raises(NixlCallFailed, match="its metadata are not as NIXL writes them"):
+                    await reader.port.add_remote_agent(changed)
             assert not given
             assert reader.port.counts().remote_agents == 0
             await reader.port.add_remote_agent(peer.metadata)
             assert given == [peer.metadata]
+
+        self.run(scenario)
+
+    def test_where_nixl_writes_other_metadata_they_are_left_to_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def unreadable(metadata: bytes) -> None:
+            raise MetadataUnreadable
+
+        monkeypatch.setattr("connector.ports.nixl_agent.core.ucx_version", unreadable)
+
+        async def scenario(world: NixlWorld) -> None:
+            reader, _ = await reader_and_peer(world, stepwise=True)
+            await reader.recorder.done(await reader.post([0], [0]))
 
         self.run(scenario)
 

@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.conformance.ucx import in_version, listens
+from tests.conformance.ucx import in_version, listens, unwritten
 
 ROOT = Path(__file__).parents[2]
 BLOCKS, BLOCK_BYTES = 64, 4096
@@ -368,16 +368,26 @@ def test_fact_33_mangled_metadata_make_nixl_forget_an_agent_whose_reads_go_on(ov
 
 @pytest.mark.parametrize(("version", "end"), [(0, 0), (2, -signal.SIGABRT), (15, -signal.SIGABRT)])
 def test_fact_37_an_address_of_an_unknown_version_ends_the_process(over_tcp: Pair, version: int, end: int) -> None:
+    assert end_of_who_loads(in_version(over_tcp.source.metadata, version)) == end
+
+
+@pytest.mark.parametrize("how", ["another bar", "a name without end", "many back ends"])
+def test_fact_37_it_need_not_be_written_as_nixl_writes_it(over_tcp: Pair, how: str) -> None:
+    assert end_of_who_loads(unwritten(in_version(over_tcp.source.metadata, 15))[how]) == -signal.SIGABRT
+
+
+def end_of_who_loads(metadata: bytes) -> int:
+    """Exit status of a process that loads an agent of these."""
     program = "from tests.conformance.test_nixl_facts import load_on_command; load_on_command()"
     loader = subprocess.run(
         [sys.executable, "-c", program],
         cwd=ROOT,
         env={**os.environ, "UCX_TLS": "tcp,self"},
-        input=base64.b64encode(in_version(over_tcp.source.metadata, version)),
+        input=base64.b64encode(metadata),
         capture_output=True,
         check=False,
     )
-    assert loader.returncode == end, loader.stderr
+    return loader.returncode
 
 
 def load_on_command() -> None:

@@ -16,6 +16,23 @@ def in_version(metadata: bytes, version: int) -> bytes:
     return bytes(changed)
 
 
+def unwritten(metadata: bytes) -> dict[str, bytes]:
+    """The same metadata as NIXL would never write them, and reads them all the same."""
+    begin, rest = b"nixlSerDes|", metadata.index(b"Conns")
+    first, fields = metadata[:rest], metadata[rest + len(b"Conns") + LENGTH_BYTES + 8 + 1 :]
+    one = (1).to_bytes(LENGTH_BYTES, "little")
+    others = b"t" + one + b"X|c" + one + b"y|"
+
+    def connections(count: int) -> bytes:
+        return b"Conns" + (8).to_bytes(LENGTH_BYTES, "little") + count.to_bytes(8, "little") + b"|"
+
+    return {
+        "another bar": metadata.replace(BEFORE_ADDRESS, b"UCX!c"),
+        "a name without end": begin + b"Agent" + b"\xff" * LENGTH_BYTES + metadata[rest:],
+        "many back ends": first + connections(65) + 64 * others + fields,
+    }
+
+
 def listens(pid: int) -> list[tuple[str, int]]:
     """Addresses at which a process listens."""
     connections = psutil.Process(pid).net_connections("tcp")

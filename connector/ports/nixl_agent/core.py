@@ -25,7 +25,8 @@ Rules
 * Metadata that name an agent which is loaded are handed to NIXL only if they are those that it was loaded with. With
   others of the same connection NIXL would forget the agent when it comes to a mistake in them, while READs from it go
   on (docs/nixl.md fact 33); any process that answers a handshake can send those.
-* Metadata with an address of a version that UCX does not know are refused: it would end the process (fact 37).
+* Metadata with an address of a version that UCX does not know are refused: it would end the process (fact 37). So are
+  those in which nobody can tell it, if it can be told of the agent's own: NIXL reads what it would never write.
 """
 
 from __future__ import annotations
@@ -58,7 +59,13 @@ from connector.ports.nixl import (
 from connector.ports.nixl_agent import listeners
 from connector.ports.nixl_agent.calls import CLOCK, CallRefused, ReadOrdered
 from connector.ports.nixl_agent.looks import Looks
-from connector.ports.nixl_agent.metadata import UCX_ADDRESS_VERSION_KNOWN, agent_named_in, ucx_address_in, ucx_version
+from connector.ports.nixl_agent.metadata import (
+    UCX_ADDRESS_VERSION_KNOWN,
+    MetadataUnreadable,
+    agent_named_in,
+    ucx_address_in,
+    ucx_version,
+)
 from connector.ports.nixl_agent.names import agent_text, lenient_decoding
 
 PROBE_BYTES = 8
@@ -180,7 +187,13 @@ class AgentCore:
         self.metadata: bytes = bytes(self._agent.get_agent_metadata())
         self.listeners = listeners.of_agent(listening, ucx_address_in(self.metadata))
         """At which other engines connect to it."""
-        self._ucx_version_max = max(UCX_ADDRESS_VERSION_KNOWN, ucx_version(self.metadata) or 0)
+        self._ucx_version_max = UCX_ADDRESS_VERSION_KNOWN
+        self._are_metadata_readable = True
+        """Those that this NIXL writes."""
+        try:
+            self._ucx_version_max = max(self._ucx_version_max, ucx_version(self.metadata) or 0)
+        except MetadataUnreadable:
+            self._are_metadata_readable = False
         self.agents: set[AgentName] = set()
         """Those that were added and not removed yet."""
         self._loaded: dict[AgentName, bytes] = {}
@@ -209,11 +222,7 @@ class AgentCore:
         named, digest = agent_named_in(metadata), hashlib.sha256(metadata).digest()
         if named is not None and self._loaded.get(named, digest) != digest:
             raise CallRefused(f"agent {named} is loaded, with other metadata")
-        if (version := ucx_version(metadata)) is not None and version > self._ucx_version_max:
-            raise CallRefused(
-                f"its UCX address is of version {version}, and UCX of this engine knows {self._ucx_version_max} at "
-                "most; somebody has changed the metadata on their way, or its UCX is newer"
-            )
+        self._require_known_version(metadata)
         try:
             loaded: bytes | str = self._agent.add_remote_agent(metadata)
         except Exception as error:
@@ -228,6 +237,22 @@ class AgentCore:
         self._loaded[name] = digest
         self._leaving.discard(name)
         return name
+
+    def _require_known_version(self, metadata: bytes) -> None:
+        """See the module's rules."""
+        try:
+            version = ucx_version(metadata) or 0
+        except MetadataUnreadable:
+            if not self._are_metadata_readable:
+                return
+            raise CallRefused(
+                "its metadata are not as NIXL writes them; somebody has changed them on their way"
+            ) from None
+        if version > self._ucx_version_max:
+            raise CallRefused(
+                f"its UCX address is of version {version}, and UCX of this engine knows {self._ucx_version_max} at "
+                "most; somebody has changed the metadata on their way, or its UCX is newer"
+            )
 
     def remove_remote_agent(self, name: AgentName) -> None:
         """Forget a peer, now or when no READ from it is in flight; its lists are of no use from now on."""

@@ -2,8 +2,9 @@
 
 NIXL documents no format. Metadata are fields one after the other, each with its key, the length of its value in eight
 bytes, the value and a bar: the agent's name, the number of its connections, and for each back end its name and the
-address at which it is connected to; memory follows. Whatever does not look like that reads as nothing here, and is left
-to NIXL to judge.
+address at which it is connected to; memory follows. NIXL itself looks at no bar, and takes a length that reaches beyond
+the end for what is left: bytes that it never wrote may say to it what nobody else finds in them. So what is not written
+as NIXL writes it is `MetadataUnreadable`.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ UCX_ADDRESS_VERSION_KNOWN = 1
 """The newest version of addresses that UCX 1.23 can write and read; it counts from 0."""
 
 
-class _Unreadable(Exception):
-    """Other bytes than expected."""
+class MetadataUnreadable(Exception):
+    """Other bytes than NIXL writes."""
 
 
 class _Reader:
-    """Reads fields in turn; raises _Unreadable."""
+    """Reads fields in turn; raises MetadataUnreadable."""
 
     def __init__(self, metadata: bytes) -> None:
         if not metadata.startswith(_BEGIN):
-            raise _Unreadable
+            raise MetadataUnreadable
         self._metadata = metadata
         self._at = len(_BEGIN)
 
@@ -37,10 +38,10 @@ class _Reader:
         """The value of the next field. `is_last`: nothing has to follow it."""
         value_at = self._at + len(key) + _LENGTH_BYTES
         if not self._metadata.startswith(key, self._at):
-            raise _Unreadable
+            raise MetadataUnreadable
         end = value_at + int.from_bytes(self._metadata[value_at - _LENGTH_BYTES : value_at], "little")
         if not is_last and self._metadata[end : end + 1] != b"|":
-            raise _Unreadable
+            raise MetadataUnreadable
         self._at = end + 1
         return self._metadata[value_at:end]
 
@@ -49,25 +50,29 @@ def agent_named_in(metadata: bytes) -> AgentName | None:
     """Whose metadata these are; None: no agent's."""
     try:
         return agent_text(_Reader(metadata).take(b"Agent", is_last=True))
-    except _Unreadable:
+    except MetadataUnreadable:
         return None
+
+
+def _ucx_addresses(metadata: bytes) -> list[bytes]:
+    """Of all its connections over UCX, of which NIXL writes one. Raises MetadataUnreadable."""
+    fields = _Reader(metadata)
+    fields.take(b"Agent")
+    count = int.from_bytes(fields.take(b"Conns"), "little")
+    if count > _BACKENDS_MAX:
+        raise MetadataUnreadable
+    connections = [(fields.take(b"t"), fields.take(b"c")) for _ in range(count)]
+    return [address for backend, address in connections if backend == b"UCX"]
 
 
 def ucx_address_in(metadata: bytes) -> bytes | None:
     """The address of its UCX worker; None: it has none, or it cannot be read."""
     try:
-        fields = _Reader(metadata)
-        fields.take(b"Agent")
-        for _ in range(min(int.from_bytes(fields.take(b"Conns"), "little"), _BACKENDS_MAX)):
-            backend, address = fields.take(b"t"), fields.take(b"c")
-            if backend == b"UCX":
-                return address
-    except _Unreadable:
-        pass
-    return None
+        return next(iter(_ucx_addresses(metadata)), None)
+    except MetadataUnreadable:
+        return None
 
 
 def ucx_version(metadata: bytes) -> int | None:
-    """The version in which its UCX address is written; None: see `ucx_address_in`."""
-    address = ucx_address_in(metadata)
-    return address[0] & _VERSION_MASK if address else None
+    """The newest version in which an address of UCX in it is written; None: it has none. Raises MetadataUnreadable."""
+    return max((address[0] & _VERSION_MASK for address in _ucx_addresses(metadata) if address), default=None)
