@@ -61,7 +61,7 @@ from tests.conformance.nixl_suite import (
     reader_and_source,
     whole,
 )
-from tests.conformance.ucx import in_version, unwritten
+from tests.conformance.ucx import in_version, of_memory_type, unwritten
 from tests.unit.log_lines import Lines, listening
 
 ROOT = Path(__file__).parents[2]
@@ -622,6 +622,9 @@ class TestRealNixlPort(NixlPortSuite):
             for version in range(UCX_ADDRESS_VERSION_KNOWN + 1, 16):
                 with pytest.raises(NixlCallFailed, match=f"its UCX address is of version {version}"):
                     await reader.port.add_remote_agent(in_version(peer.metadata, version))
+            for number in (6, 1 << 31):
+                with pytest.raises(NixlCallFailed, match=f"its memory is of type {number}"):
+                    await reader.port.add_remote_agent(of_memory_type(peer.metadata, number))
             for changed in unwritten(peer.metadata).values():
                 with pytest.raises(NixlCallFailed, match="its metadata are not as NIXL writes them"):
                     await reader.port.add_remote_agent(changed)

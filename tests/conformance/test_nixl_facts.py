@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.conformance.ucx import in_version, listens, unwritten
+from tests.conformance.ucx import in_version, listens, of_memory_type, unwritten
 
 ROOT = Path(__file__).parents[2]
 BLOCKS, BLOCK_BYTES = 64, 4096
@@ -374,6 +374,11 @@ def test_fact_37_an_address_of_an_unknown_version_ends_the_process(over_tcp: Pai
 @pytest.mark.parametrize("how", ["another bar", "a name without end", "many back ends"])
 def test_fact_37_it_need_not_be_written_as_nixl_writes_it(over_tcp: Pair, how: str) -> None:
     assert end_of_who_loads(unwritten(in_version(over_tcp.source.metadata, 15))[how]) == -signal.SIGABRT
+
+
+@pytest.mark.parametrize("number", [6, 1 << 31])
+def test_fact_37_so_does_an_unknown_type_of_memory(over_tcp: Pair, number: int) -> None:
+    assert end_of_who_loads(of_memory_type(over_tcp.source.metadata, number)) == -signal.SIGSEGV
 
 
 def end_of_who_loads(metadata: bytes) -> int:

@@ -16,6 +16,13 @@ def in_version(metadata: bytes, version: int) -> bytes:
     return bytes(changed)
 
 
+def of_memory_type(metadata: bytes, number: int) -> bytes:
+    """The same metadata, whose first list of memory claims to be of this type."""
+    before = b"nixlSDList|t"
+    at = metadata.index(before) + len(before) + LENGTH_BYTES
+    return metadata[:at] + number.to_bytes(4, "little") + metadata[at + 4 :]
+
+
 def unwritten(metadata: bytes) -> dict[str, bytes]:
     """The same metadata as NIXL would never write them, and reads them all the same."""
     begin, rest = b"nixlSerDes|", metadata.index(b"Conns")

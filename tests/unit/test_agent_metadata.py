@@ -7,7 +7,13 @@ import random
 
 import pytest
 
-from connector.ports.nixl_agent.metadata import MetadataUnreadable, agent_named_in, ucx_address_in, ucx_version
+from connector.ports.nixl_agent.metadata import (
+    MetadataUnreadable,
+    agent_named_in,
+    newest_memory_type,
+    ucx_address_in,
+    ucx_version,
+)
 
 ADDRESS = b"\x20 an address | with a bar"
 
@@ -81,3 +87,12 @@ def test_damage_is_read_as_nothing_or_as_an_address() -> None:
         agent_named_in(bytes(damaged))
         with contextlib.suppress(MetadataUnreadable):
             assert ucx_version(bytes(damaged)) in (None, *range(16)), seed
+
+
+def test_a_type_of_memory_is_found_wherever_nixl_may_look() -> None:
+    def listed(number: int, bar: bytes = b"|") -> bytes:
+        return b"nixlSDList" + bar + field(b"t", number.to_bytes(4, "little"))
+
+    assert newest_memory_type(WHOLE) == 0
+    assert newest_memory_type(WHOLE + listed(1) + listed(7, b"\n") + listed(2)) == 7
+    assert newest_memory_type(b"nixlSDList|t" + listed(9)) >= 9, "one within another"

@@ -27,6 +27,7 @@ Rules
   on (docs/nixl.md fact 33); any process that answers a handshake can send those.
 * Metadata with an address of a version that UCX does not know are refused: it would end the process (fact 37). So are
   those in which nobody can tell it, if it can be told of the agent's own: NIXL reads what it would never write.
+  So are those with a type of memory that NIXL does not know, which ends the process as well.
 """
 
 from __future__ import annotations
@@ -60,9 +61,11 @@ from connector.ports.nixl_agent import listeners
 from connector.ports.nixl_agent.calls import CLOCK, CallRefused, ReadOrdered
 from connector.ports.nixl_agent.looks import Looks
 from connector.ports.nixl_agent.metadata import (
+    MEMORY_TYPE_KNOWN,
     UCX_ADDRESS_VERSION_KNOWN,
     MetadataUnreadable,
     agent_named_in,
+    newest_memory_type,
     ucx_address_in,
     ucx_version,
 )
@@ -223,6 +226,8 @@ class AgentCore:
         if named is not None and self._loaded.get(named, digest) != digest:
             raise CallRefused(f"agent {named} is loaded, with other metadata")
         self._require_known_version(metadata)
+        if (memory_type := newest_memory_type(metadata)) > MEMORY_TYPE_KNOWN:
+            raise CallRefused(f"its memory is of type {memory_type}, and NIXL knows {MEMORY_TYPE_KNOWN} at most")
         try:
             loaded: bytes | str = self._agent.add_remote_agent(metadata)
         except Exception as error:

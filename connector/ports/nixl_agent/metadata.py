@@ -9,6 +9,8 @@ as NIXL writes it is `MetadataUnreadable`.
 
 from __future__ import annotations
 
+import re
+
 from connector.ports.nixl import AgentName
 from connector.ports.nixl_agent.names import agent_text
 
@@ -19,6 +21,12 @@ _BACKENDS_MAX = 64
 _VERSION_MASK = 0x0F
 UCX_ADDRESS_VERSION_KNOWN = 1
 """The newest version of addresses that UCX 1.23 can write and read; it counts from 0."""
+
+
+MEMORY_TYPE_KNOWN = 5
+"""The largest number of a type of memory that NIXL 1.5 takes."""
+_MEMORY_TYPE = re.compile(rb"(?=nixlSDList.t.{8}(.{4}))", re.DOTALL)
+"""Wherever NIXL may look for one: it takes any byte for a bar. Ahead, so that one may lie within another."""
 
 
 class MetadataUnreadable(Exception):
@@ -76,3 +84,8 @@ def ucx_address_in(metadata: bytes) -> bytes | None:
 def ucx_version(metadata: bytes) -> int | None:
     """The newest version in which an address of UCX in it is written; None: it has none. Raises MetadataUnreadable."""
     return max((address[0] & _VERSION_MASK for address in _ucx_addresses(metadata) if address), default=None)
+
+
+def newest_memory_type(metadata: bytes) -> int:
+    """The largest number of a type of memory in it; 0: it has none, or that of main memory."""
+    return max((int.from_bytes(found[1], "little") for found in _MEMORY_TYPE.finditer(metadata)), default=0)
