@@ -314,9 +314,10 @@ def our_prometheus(registry: CollectorRegistry, engines: int = 1) -> KVConnector
     """vLLM's own hook, which finds the connector by its configuration."""
 
     class Wired(KVConnectorProm):
-        _gauge_cls = functools.partial(Gauge, registry=registry)
-        _counter_cls = functools.partial(Counter, registry=registry)
-        _histogram_cls = functools.partial(Histogram, registry=registry)
+        # Static, for in a class CPython 3.14 and later take a partial for a method.
+        _gauge_cls = staticmethod(functools.partial(Gauge, registry=registry))
+        _counter_cls = staticmethod(functools.partial(Counter, registry=registry))
+        _histogram_cls = staticmethod(functools.partial(Histogram, registry=registry))
 
     values: dict[int, list[object]] = {engine: ["tiny", str(engine)] for engine in range(engines)}
     wired = Wired(SimpleNamespace(kv_transfer_config=TRANSFER_CONFIG), LABELS, values)

@@ -39,4 +39,7 @@ def _strict_but_here(error: UnicodeError) -> tuple[str | bytes, int]:
 
 def agent_text(name: str | bytes) -> AgentName:
     """An agent name as text; one that is not UTF-8 stays distinguishable."""
-    return name.decode("utf-8", "backslashreplace") if isinstance(name, bytes) else name
+    if isinstance(name, bytes):
+        return name.decode("utf-8", "backslashreplace")
+    # What `lenient_decoding` has let through is, with CPython 3.14, a string of too wide a kind, which equals no other.
+    return name if name.isascii() else name.encode("utf-8", "backslashreplace").decode()
