@@ -20,7 +20,7 @@ import threading
 
 from connector.config import ConnectorOptions
 from connector.observe.log import get_logger
-from connector.waiting_threads import NoThreadLeft, start_thread
+from connector.thread_limit import NoThreadLeft, start_thread
 from connector.wire.bounded import shorten
 
 REASON_LENGTH_MAX = 300

@@ -25,7 +25,7 @@ from connector.cpu_affinity import leave_single_cpu
 from connector.observe.log import get_logger
 from connector.observe.trace_format import TraceGap
 from connector.observe.trace_log import RETRY_SECONDS, JsonLinesSink
-from connector.waiting_threads import start_thread
+from connector.thread_limit import start_thread
 from statemachine.trace import TransitionRecord
 
 QUEUE_RECORDS_MAX = 1 << 15

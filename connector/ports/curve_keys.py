@@ -29,7 +29,8 @@ from zmq.auth import certs
 from zmq.utils import z85
 
 from connector.observe.log import ProblemLog, get_logger, log_crash
-from connector.waiting_threads import NoThreadLeft, call_in_thread
+from connector.thread_limit import NoThreadLeft
+from connector.waiting_threads import call_in_thread
 
 OWN_PAIR = "engine.key_secret"
 ACCEPTED_FOLDER = "accepted"

@@ -26,7 +26,8 @@ import trio
 
 from connector.addresses import is_ip_address, unbracketed
 from connector.ports.side_channel import NameNotResolved
-from connector.waiting_threads import NoThreadLeft, call_in_thread
+from connector.thread_limit import NoThreadLeft
+from connector.waiting_threads import call_in_thread
 
 QUESTIONS_MAX = 256
 AGAIN_SECONDS = 5.0

@@ -23,7 +23,8 @@ from connector.observe.log import ProblemLog
 from connector.ports.side_channel import Listener, SideChannel, units_to_send
 from connector.runtime.draining import EngineDraining, OwnWorker
 from connector.runtime.restarts import keep_running
-from connector.waiting_threads import NoThreadLeft, call_in_thread
+from connector.thread_limit import NoThreadLeft
+from connector.waiting_threads import call_in_thread
 from connector.wire.administration import encode_report, is_drain
 from connector.wire.bounded import DecodeFailed
 from connector.wire.handshake import encode_error, encode_refusal, encode_reply, parse_request

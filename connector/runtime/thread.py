@@ -18,8 +18,8 @@ import trio
 
 from connector.cpu_affinity import leave_single_cpu
 from connector.observe.log import log_crash
+from connector.thread_limit import NoThreadLeft, start_thread
 from connector.thread_mailbox import ThreadMailbox
-from connector.waiting_threads import NoThreadLeft, start_thread
 
 C = TypeVar("C")
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from connector.clock import NS_PER_SECOND, Clock
 from connector.observe.log import get_logger
-from connector.waiting_threads import NoThreadLeft, start_thread
+from connector.thread_limit import NoThreadLeft, start_thread
 from connector.weights import adapter_files, adapter_fingerprint
 
 if TYPE_CHECKING:

@@ -18,10 +18,10 @@ import pytest
 from connector.observe import trace_log, trace_writer
 from connector.observe.trace_log import JsonLinesSink, open_trace_log
 from connector.observe.trace_writer import TraceWriter
+from connector.thread_limit import NoThreadLeft
 from connector.tools.cli.main import app
 from connector.tools.conformance import check, check_records
 from connector.tools.trace_reader import read_processes, read_trace, read_trace_about, read_trace_file
-from connector.waiting_threads import NoThreadLeft
 from statemachine.trace import TransitionRecord
 from tests.rig.thread_limit import no_thread_left
 from tests.stalled_file import StalledFile

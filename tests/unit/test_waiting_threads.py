@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,10 +18,14 @@ from connector.ports.curve_keys import CurveKeys
 from connector.ports.host_names import HostNames
 from connector.ports.nixl import MemoryRange, NixlCallFailed
 from connector.ports.nixl_agent import RealNixlPort
+from connector.ports.nixl_agent import thread as nixl_thread
 from connector.ports.side_channel import NameNotResolved
+from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.runtime import listener as runtime_listener
 from connector.runtime.thread import ActorThread, ThreadStartError
-from connector.waiting_threads import NO_THREAD_LEFT, NoThreadLeft, call_in_thread
+from connector.thread_limit import NO_THREAD_LEFT, NoThreadLeft, require_threads
+from connector.tools.cli.main import main as nixl_actor
+from connector.waiting_threads import call_in_thread
 from tests.rig.key_files import Fleet
 from tests.rig.listener import make_listener_thread, one_rank
 from tests.rig.network import free_port
@@ -123,3 +130,34 @@ def test_actors_and_an_agent_that_cannot_start_say_why() -> None:
         with pytest.raises(NixlCallFailed, match="no more threads"):
             RealNixlPort.open("x", [MemoryRange(memory.ctypes.data, memory.nbytes)])
     assert thread.stop(0.0)
+
+
+def test_room_for_threads_is_asked_for_and_left() -> None:
+    before = os.listdir("/proc/self/task")
+    require_threads(3)
+    assert set(os.listdir("/proc/self/task")) <= set(before)
+    with no_thread_left(), pytest.raises(NoThreadLeft):
+        require_threads(1)
+
+
+def test_sockets_are_not_opened_where_libzmq_would_end_the_process() -> None:
+    with no_thread_left(), pytest.raises(NoThreadLeft):
+        ZmqSideChannel()
+
+
+def test_an_agent_is_not_made_where_ucx_would_end_the_process() -> None:
+    memory = np.zeros(4096, np.uint8)
+    refused = mock.patch.object(nixl_thread, "require_threads", side_effect=NoThreadLeft)
+    with refused, pytest.raises(NixlCallFailed, match="no more threads"):
+        RealNixlPort.open("x", [MemoryRange(memory.ctypes.data, memory.nbytes)])
+
+
+def test_a_command_that_cannot_ask_says_why(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for command in (["ps"], ["drain"], ["meet", "127.0.0.1:1"]):
+        monkeypatch.setattr(sys, "argv", ["nixl-actor", *command, "127.0.0.1:1"])
+        with no_thread_left(), pytest.raises(SystemExit) as ended:
+            nixl_actor()
+        assert ended.value.code == 2
+        assert capsys.readouterr().err == f"nixl-actor cannot ask: {NO_THREAD_LEFT}\n"

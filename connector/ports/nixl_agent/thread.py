@@ -22,7 +22,7 @@ from connector.ports.nixl_agent.call_queue import CallQueue
 from connector.ports.nixl_agent.calls import Call, CallRefused, Outgoing, ReadOrdered, ThreadEnded
 from connector.ports.nixl_agent.core import AgentCore
 from connector.ports.nixl_agent.poll_cost import PollCost
-from connector.waiting_threads import NoThreadLeft, start_thread
+from connector.thread_limit import NoThreadLeft, require_threads, start_thread
 
 PAUSE_READING_SECONDS_MAX = 0.0005
 """Longest pause while READs are in flight, unless nothing has happened for long. Each look that does not ask about a
@@ -58,6 +58,9 @@ OPEN_PROGRESS_SECONDS = 10.0
 
 EXIT_SECONDS_MAX = 2.0
 """How long the end of the process waits for a port that was not closed."""
+
+AGENT_THREADS = 2
+"""One of NIXL, and one that UCX starts for the first agent of a process."""
 
 UNDELIVERED_EVENTS_MAX = 10_000
 """Notifications are left inside NIXL while so many events wait for the trio thread."""
@@ -149,7 +152,10 @@ class AgentThread:
     def _main(self, make_core: Callable[[], AgentCore]) -> None:
         leave_single_cpu()
         try:
+            require_threads(AGENT_THREADS)
             self.core = make_core()
+        except NoThreadLeft as error:
+            self._open_failure = CallRefused(str(error))
         except Exception as error:
             # A new exception: the traceback of this one would carry NIXL objects to another thread.
             self._open_failure = (

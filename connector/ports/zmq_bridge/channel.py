@@ -47,6 +47,7 @@ from connector.ports.zmq_bridge.listener import ZmqListener
 from connector.ports.zmq_bridge.monitor import Monitor
 from connector.ports.zmq_bridge.refusals import NO_KEY_HERE, NO_KEY_THERE, OTHER_KEY
 from connector.ports.zmq_bridge.requester import ZmqRequester
+from connector.thread_limit import require_threads
 from statemachine.admission import AdmissionLimits
 
 SOCKETS_MAX = 3 * 8192
@@ -93,6 +94,9 @@ vanished without a word is noticed at both ends. Linux counts no probes where `U
 connection ends when one is unanswered and so much time has passed since the last word. So several must fit into it, or
 the first that a network loses ends a connection to a healthy engine."""
 
+CONTEXT_THREADS = 2
+"""What libzmq starts for a context: an I/O thread, and one that takes closed sockets away."""
+
 ADDRESSES_REMEMBERED_MAX = 4096
 """With the key that each had last."""
 
@@ -108,6 +112,8 @@ class ZmqSideChannel:
         access: who is let in, and where it connects to.
         on_refusal: told the address that a listener has not let in, and in a sentence why.
         on_no_room: told in a sentence that a process wants to connect and no file descriptor is left.
+
+    Raises NoThreadLeft.
     """
 
     def __init__(
@@ -123,11 +129,12 @@ class ZmqSideChannel:
         self._host_names = HostNames()
         # Of addresses that were reached last; None: it had none.
         self._keys: dict[tuple[str, int], bytes | None] = {}
+        require_threads(CONTEXT_THREADS)
         self._context: zmq.Context[Socket] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, SOCKETS_MAX)
         # With the first socket libzmq starts its threads, and ends the process where it may have no more of them. So
-        # that is now, when an engine starts, and not later, when one that drains tells its workers. It stays open:
-        # libzmq gives the descriptor of a closed one back at some later time.
+        # that is now, when there was just room for them and an engine starts, and not later, when one that drains tells
+        # its workers. It stays open: libzmq gives the descriptor of a closed one back at some later time.
         self._first = self._context.socket(zmq.PAIR)
         self._monitors = itertools.count()
         self._open: set[ZmqRequester | ZmqListener | ZmqLink] = set()

@@ -11,9 +11,11 @@ import sys
 
 import typer
 
+from connector.thread_limit import NO_THREAD_LEFT, NoThreadLeft
 from connector.tools.cli import keys, trace
 from connector.tools.cli.administer import drain, meet
 from connector.tools.cli.live import doctor, ps, why
+from connector.tools.cli.output import say
 
 app = typer.Typer(
     name="nixl-actor",
@@ -33,11 +35,14 @@ app.add_typer(keys.app, name="keys")
 
 
 def main() -> None:
-    """Entry point. Ctrl-C ends it with status 130, as shells have it."""
-    interrupted = False
+    """Entry point. Ctrl-C ends it with status 130, as shells have it; 2 where it cannot ask for want of threads."""
+    status = 0
     try:
         app(prog_name="nixl-actor")
     except* KeyboardInterrupt:  # in a group if it came while engines were asked, which trio does
-        interrupted = True
-    if interrupted:
-        sys.exit(130)
+        status = 130
+    except* NoThreadLeft:
+        say(f"nixl-actor cannot ask: {NO_THREAD_LEFT}", err=True)
+        status = 2
+    if status:
+        sys.exit(status)
