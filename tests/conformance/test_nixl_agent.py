@@ -517,7 +517,7 @@ class TestRealNixlPort(NixlPortSuite):
             for is_left in (True, False):
                 monkeypatch.setattr(agent_core, "is_descriptor_left", partial(bool, is_left))
                 with pytest.raises(NixlCallFailed, match="broken on purpose") as failed:
-                    await reader.port.add_remote_agent(b"of a peer")
+                    await reader.port.add_remote_agent(reader.port.agent_metadata)
                 assert failed.value.no_descriptor_left is not is_left
 
         self.run(scenario)
