@@ -113,14 +113,14 @@ class Relay(threading.Thread):
     def __init__(self, port: int, change: Callable[[bytes], bytes]) -> None:
         super().__init__(daemon=True)
         self._behind, self._change = f"tcp://127.0.0.1:{port}", change
-        self._context = zmq.Context()
-        self._router = self._context.socket(zmq.ROUTER)
+        self._zmq = zmq.Context()
+        self._router = self._zmq.socket(zmq.ROUTER)
         self.port = self._router.bind_to_random_port("tcp://127.0.0.1")
 
     def run(self) -> None:
         while True:
             sender, empty, *question = self._router.recv_multipart()
-            with self._context.socket(zmq.DEALER) as behind:
+            with self._zmq.socket(zmq.DEALER) as behind:
                 behind.connect(self._behind)
                 behind.send_multipart([empty, *question])
                 _, payload, *rest = behind.recv_multipart()

@@ -193,8 +193,8 @@ PREFILL_KINDS = (
     Kind.DRAIN,
     Kind.FLOOD,
 )
-"""DRAIN: it is to end, says so, ends when it has drained, and is started again. INCOMPATIBLE: it is replaced by an
-engine of another model for a while."""
+"""DRAIN: it is to end, says so, ends when it has drained, and is started again; at level vllm, where a decode engine
+lends too, one of those as well. INCOMPATIBLE: it is replaced by an engine of another model for a while."""
 DECODE_KINDS = (
     Kind.CRASH_DECODE,
     Kind.ABORT,
@@ -433,6 +433,11 @@ def draw_plan(seed: int, kinds: Sequence[Kind] = LEVEL2_KINDS) -> Plan:
         named = generator(seed, "named peers")
         if named.random() < KNOWN_SHARE:
             faults += _known_peers(shape, named)
+    if set(kinds) >= VLLM_ONLY:
+        of_drains = generator(seed, "drains of decode engines")
+        if of_drains.random() < DRAIN_SHARE:
+            drain = draw_fault(Kind.DRAIN, shape, of_drains)
+            faults.append(msgspec.structs.replace(drain, target=of_drains.choice(shape.decode_names)))
     if Kind.SLEEP in kinds:
         of_sleep = generator(seed, "sleep")
         if of_sleep.random() < SLEEP_SHARE:
