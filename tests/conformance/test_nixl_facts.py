@@ -368,21 +368,21 @@ def test_fact_33_mangled_metadata_make_nixl_forget_an_agent_whose_reads_go_on(ov
 
 @pytest.mark.parametrize(("version", "end"), [(0, 0), (2, -signal.SIGABRT), (15, -signal.SIGABRT)])
 def test_fact_37_an_address_of_an_unknown_version_ends_the_process(over_tcp: Pair, version: int, end: int) -> None:
-    assert end_of_who_loads(in_version(over_tcp.source.metadata, version)) == end
+    check_end_of_who_loads(in_version(over_tcp.source.metadata, version), end)
 
 
 @pytest.mark.parametrize("how", ["another bar", "a name without end", "many back ends"])
 def test_fact_37_it_need_not_be_written_as_nixl_writes_it(over_tcp: Pair, how: str) -> None:
-    assert end_of_who_loads(unwritten(in_version(over_tcp.source.metadata, 15))[how]) == -signal.SIGABRT
+    check_end_of_who_loads(unwritten(in_version(over_tcp.source.metadata, 15))[how], -signal.SIGABRT)
 
 
 @pytest.mark.parametrize("number", [6, 1 << 31])
 def test_fact_37_so_does_an_unknown_type_of_memory(over_tcp: Pair, number: int) -> None:
-    assert end_of_who_loads(of_memory_type(over_tcp.source.metadata, number)) == -signal.SIGSEGV
+    check_end_of_who_loads(of_memory_type(over_tcp.source.metadata, number), -signal.SIGSEGV)
 
 
-def end_of_who_loads(metadata: bytes) -> int:
-    """Exit status of a process that loads an agent of these."""
+def check_end_of_who_loads(metadata: bytes, end: int) -> None:
+    """`end`: exit status of a process that loads an agent of these."""
     program = "from tests.conformance.test_nixl_facts import load_on_command; load_on_command()"
     loader = subprocess.run(
         [sys.executable, "-c", program],
@@ -392,7 +392,7 @@ def end_of_who_loads(metadata: bytes) -> int:
         capture_output=True,
         check=False,
     )
-    return loader.returncode
+    assert loader.returncode == end, loader.stderr
 
 
 def load_on_command() -> None:

@@ -421,6 +421,11 @@ def draw_plan(seed: int, kinds: Sequence[Kind] = LEVEL2_KINDS) -> Plan:
         of_drains = generator(seed, "drains")
         if of_drains.random() < DRAIN_SHARE:
             faults += [draw_fault(Kind.DRAIN, shape, of_drains) for _ in range(of_drains.randint(1, 2))]
+    if Kind.DRAIN in kinds and set(kinds) >= VLLM_ONLY:
+        of_lenders = generator(seed, "drains of decode engines")
+        if of_lenders.random() < DRAIN_SHARE:
+            drain = draw_fault(Kind.DRAIN, shape, of_lenders)
+            faults.append(msgspec.structs.replace(drain, target=of_lenders.choice(shape.decode_names)))
     if Kind.FLOOD in kinds:
         of_floods = generator(seed, "floods")
         if of_floods.random() < FLOOD_SHARE:
@@ -433,11 +438,6 @@ def draw_plan(seed: int, kinds: Sequence[Kind] = LEVEL2_KINDS) -> Plan:
         named = generator(seed, "named peers")
         if named.random() < KNOWN_SHARE:
             faults += _known_peers(shape, named)
-    if set(kinds) >= VLLM_ONLY:
-        of_drains = generator(seed, "drains of decode engines")
-        if of_drains.random() < DRAIN_SHARE:
-            drain = draw_fault(Kind.DRAIN, shape, of_drains)
-            faults.append(msgspec.structs.replace(drain, target=of_drains.choice(shape.decode_names)))
     if Kind.SLEEP in kinds:
         of_sleep = generator(seed, "sleep")
         if of_sleep.random() < SLEEP_SHARE:

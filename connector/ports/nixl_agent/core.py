@@ -25,9 +25,9 @@ Rules
 * Metadata that name an agent which is loaded are handed to NIXL only if they are those that it was loaded with. With
   others of the same connection NIXL would forget the agent when it comes to a mistake in them, while READs from it go
   on (docs/nixl.md fact 33); any process that answers a handshake can send those.
-* Metadata with an address of a version that UCX does not know are refused: it would end the process (fact 37). So are
-  those in which nobody can tell it, if it can be told of the agent's own: NIXL reads what it would never write.
-  So are those with a type of memory that NIXL does not know, which ends the process as well.
+* Metadata that would end the process are refused (fact 37): those with an address of a version that UCX does not know
+  or a type of memory that NIXL does not know, and those in which nobody can tell the version, if it can be told of the
+  agent's own. NIXL reads what it would never write.
 """
 
 from __future__ import annotations
@@ -226,8 +226,7 @@ class AgentCore:
         if named is not None and self._loaded.get(named, digest) != digest:
             raise CallRefused(f"agent {named} is loaded, with other metadata")
         self._require_known_version(metadata)
-        if (memory_type := newest_memory_type(metadata)) > MEMORY_TYPE_KNOWN:
-            raise CallRefused(f"its memory is of type {memory_type}, and NIXL knows {MEMORY_TYPE_KNOWN} at most")
+        _require_known_memory(metadata)
         try:
             loaded: bytes | str = self._agent.add_remote_agent(metadata)
         except Exception as error:
@@ -568,6 +567,12 @@ class AgentCore:
         interpreter can drop keeps the destructors from running even when the process ends.
         """
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+
+
+def _require_known_memory(metadata: bytes) -> None:
+    """See the module's rules."""
+    if (memory_type := newest_memory_type(metadata)) > MEMORY_TYPE_KNOWN:
+        raise CallRefused(f"its memory is of type {memory_type}, and NIXL knows {MEMORY_TYPE_KNOWN} at most")
 
 
 def _scratch_on_host() -> Scratch:
