@@ -39,8 +39,8 @@ NIXL_HANGS_ADVICE = (
 )
 
 TRACE_INTERRUPTED_ADVICE = (
-    "free space, raise the limit of open files (ulimit -n) or have the file system take files again, whichever the "
-    "error names; an engine that is to use another trace_directory has to be started again"
+    "free space, make the directory again, raise the limit of open files (ulimit -n) or have the file system take "
+    "files again, whichever the error names; an engine that is to use another trace_directory has to be started again"
 )
 
 WHAT_TO_DO: dict[str, str] = {

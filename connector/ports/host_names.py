@@ -25,7 +25,8 @@ from typing import NamedTuple
 import trio
 
 from connector.addresses import is_ip_address, unbracketed
-from connector.ports.side_channel import NameNotResolved
+from connector.ports.descriptors import is_descriptor_left
+from connector.ports.side_channel import DescriptorsExhausted, NameNotResolved, SideChannelError
 from connector.thread_limit import NoThreadLeft
 from connector.waiting_threads import call_in_thread
 
@@ -47,6 +48,7 @@ class _Inquiry:
         threads: sent out so far.
         began: when the newest of them was.
         problem: why there are no addresses.
+        lacked_descriptor: this process had none left when nothing was found, so that says nothing of the name.
     """
 
     def __init__(self) -> None:
@@ -55,6 +57,7 @@ class _Inquiry:
         self.is_answered = trio.Event()
         self.addresses: tuple[str, ...] = ()
         self.problem = ""
+        self.lacked_descriptor = False
 
 
 class _Found(NamedTuple):
@@ -75,7 +78,7 @@ class HostNames:
         self._found: dict[str, _Found] = {}
 
     async def address(self, host: str, port: int) -> str:
-        """The address of `host`, IPv4 if it has one (as libzmq would choose). Raises NameNotResolved.
+        """The address of `host`, IPv4 if it has one (as libzmq would choose). Raises as `addresses` does.
 
         Args:
             port: for the error.
@@ -84,7 +87,8 @@ class HostNames:
 
     async def addresses(self, host: str, port: int) -> tuple[str, ...]:
         """All of the kind of the first one, in the order of the resolver. Several engines may share a name: that of a
-        headless Service in Kubernetes is one for all its pods. Raises NameNotResolved; `port` is for the error."""
+        headless Service in Kubernetes is one for all its pods. Raises NameNotResolved, and DescriptorsExhausted where
+        the resolver could not ask for want of a descriptor; `port` is for the error."""
         if is_ip_address(host):
             await trio.lowlevel.checkpoint()
             return (unbracketed(host),)
@@ -95,7 +99,8 @@ class HostNames:
         inquiry = await self._inquiry(host, port)
         await inquiry.is_answered.wait()
         if not inquiry.addresses:
-            raise NameNotResolved(host, port, inquiry.problem)
+            kind: type[SideChannelError] = DescriptorsExhausted if inquiry.lacked_descriptor else NameNotResolved
+            raise kind(host, port, inquiry.problem)
         return inquiry.addresses
 
     async def _inquiry(self, host: str, port: int) -> _Inquiry:
@@ -137,6 +142,8 @@ class HostNames:
             self._one_is_back = trio.Event()
             if inquiry.addresses or number == inquiry.threads:
                 inquiry.problem = problem
+                # The resolver itself says that it does not know the name, or to try again later.
+                inquiry.lacked_descriptor = not inquiry.addresses and not is_descriptor_left()
                 if self._inquiries.get(host) is inquiry:
                     del self._inquiries[host]
                 inquiry.is_answered.set()

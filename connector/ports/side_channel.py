@@ -16,7 +16,8 @@ Contract
   for an address outside of them, and as soon as the other end does not let it in, or cannot prove that it has a key
   that is accepted here. From a process that a listener does not let in, nothing is handed out, and nothing is
   answered.
-* Where this process lacks a descriptor, `ask` and `open_link` raise `DescriptorsExhausted`, or `reached` says so.
+* Where this process lacks a descriptor, `ask`, `open_link` and `listen` raise `DescriptorsExhausted`, or `reached` says
+  so.
 * `ask` raises `NameNotResolved` when the name server does not know the host, and `NotASideChannel` when something else
   than a listener of ours answers: it speaks no ZMQ, or what comes back first is not a delimited reply within the
   implementation's bounds. Waiting on would not help. While nothing answers, `reached` says how far the question came.
@@ -289,7 +290,8 @@ class SideChannel(Protocol):
         frame_bytes_max: int = 64 * 1024,
         on_cut_off: Callable[[str, str], None] = lambda address, why: None,
     ) -> Listener:
-        """Raises PortUnavailable when the port is in use or forbidden, SideChannelError when the host is not ours."""
+        """Raises PortUnavailable when the port is in use or forbidden, DescriptorsExhausted, and SideChannelError when
+        the host is not ours."""
         ...
 
     def close(self) -> None:

@@ -16,8 +16,9 @@ from connector.descriptor_limit import raise_descriptor_limit
 from connector.observe import catalogue
 from connector.observe.log import StrangerLog, get_logger, root_cause
 from connector.observe.log import log_crash as log_actor_crash
+from connector.ports.descriptors import TooFewDescriptors
 from connector.ports.gate import ANYBODY, Access
-from connector.ports.side_channel import PortUnavailable, SideChannel, SideChannelError
+from connector.ports.side_channel import DescriptorsExhausted, PortUnavailable, SideChannel, SideChannelError
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.runtime.draining import EngineDraining, OwnWorker
 from connector.runtime.listener import HandshakeListener
@@ -216,6 +217,8 @@ def _what_to_do(error: SideChannelError) -> str:
             "another engine or program listens there, or this process may not: give each engine on a host a "
             "VLLM_NIXL_SIDE_CHANNEL_PORT of its own (data-parallel engines take the port plus their index)"
         )
+    if isinstance(error, DescriptorsExhausted):
+        return str(TooFewDescriptors())
     return (
         "VLLM_NIXL_SIDE_CHANNEL_HOST has to be an address of this machine, and VLLM_NIXL_SIDE_CHANNEL_PORT, with the "
         "data-parallel index added, a port that there is"

@@ -20,7 +20,6 @@ from connector.ports.gate import ANYBODY, Access
 from connector.ports.host_names import HostNames
 from connector.ports.side_channel import (
     AccessRefused,
-    NameNotResolved,
     NotASideChannel,
     SideChannel,
     SideChannelError,
@@ -110,7 +109,7 @@ async def engines_behind(address: Address) -> list[Address]:
     """The addresses that the host of `address` has, where it has several; else the given one. Raises NotAsked."""
     try:
         found = await HostNames().addresses(address.host, address.port)
-    except NameNotResolved as error:
+    except SideChannelError as error:
         raise _not_asked(address, error) from error
     return [Address(each, address.port) for each in found] if len(found) > 1 else [address]
 

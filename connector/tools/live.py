@@ -27,7 +27,14 @@ from connector.addresses import join_address
 from connector.observe.history import best_named
 from connector.ports.gate import ANYBODY, Access
 from connector.ports.host_names import HostNames
-from connector.ports.side_channel import Link, LinkEnded, NameNotResolved, SideChannel, SideChannelError
+from connector.ports.side_channel import (
+    DescriptorsExhausted,
+    Link,
+    LinkEnded,
+    NameNotResolved,
+    SideChannel,
+    SideChannelError,
+)
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.ports.zmq_bridge.refusals import REFUSED
 from connector.tools.asking import Address, AddressError, NotAsked, advertisement, engines_behind, parse_address
@@ -428,6 +435,8 @@ class Surveyor:
             return "no name server answered in time"
         except NameNotResolved as error:
             return shorten(error.error, 200)
+        except DescriptorsExhausted:
+            return None  # of this tool, which says nothing of the name
         return None
 
     async def _ask_ranks(

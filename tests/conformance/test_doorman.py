@@ -21,15 +21,19 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import trio
 
 from connector.clock import NS_PER_SECOND
 from connector.ports import doorman, side_channel, zmq_bridge
-from connector.ports.side_channel import DescriptorsExhausted, Reached
+from connector.ports.descriptors import TooFewDescriptors
+from connector.ports.side_channel import DescriptorsExhausted, NameNotResolved, Reached
 from connector.ports.tcp import peer_address, received_bytes, unread_bytes
 from connector.ports.zmq_bridge import ZmqListener, ZmqSideChannel
+from connector.ports.zmq_bridge.channel import CONTEXT_DESCRIPTORS
+from connector.tools.cli.main import main as nixl_actor
 from statemachine import admission
 from tests.attack.zmtp import (
     EMPTY,
@@ -48,6 +52,7 @@ from tests.rig import process
 from tests.rig.network import has_ipv6
 
 HOST = "127.0.0.1"
+NAME = "nobody.invalid"
 STRANGER = "127.0.0.2"
 NEIGHBOUR = "127.0.0.3"
 MB = 1 << 20
@@ -283,6 +288,64 @@ def test_who_asks_without_a_descriptor_says_so() -> None:
                 break
         assert seen[0] == "raised"
         assert set(seen) == {"raised", Reached.NO_DESCRIPTOR.name, Reached.PORT.name}
+
+    run(test)
+
+
+@in_a_process_of_its_own
+def test_who_looks_a_name_up_without_a_descriptor_does_not_blame_the_name() -> None:
+    async def test() -> None:
+        channel = ZmqSideChannel()
+        with no_descriptor_left():
+            for use in (channel.connect(NAME, 5600).ask([b"hello"]), channel.open_link(NAME, 5600)):
+                with pytest.raises(DescriptorsExhausted) as raised:
+                    await use
+                assert (raised.value.host, raised.value.port) == (NAME, 5600)
+        with pytest.raises(NameNotResolved):
+            await channel.connect(NAME, 5600).ask([b"hello"])
+        channel.close()
+
+    run(test)
+
+
+@in_a_process_of_its_own
+def test_a_channel_is_not_made_where_libzmq_would_end_the_process() -> None:
+    """With each number of descriptors that is too small."""
+    for count in range(CONTEXT_DESCRIPTORS):
+        with descriptors_left(count), pytest.raises(TooFewDescriptors):
+            ZmqSideChannel()
+    with descriptors_left(CONTEXT_DESCRIPTORS):
+        channel = ZmqSideChannel()
+    channel.close()
+
+
+def test_a_command_that_has_too_few_descriptors_says_why(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["nixl-actor", "ps", f"{HOST}:1"])
+    refused = mock.patch.object(zmq_bridge.channel, "require_descriptors", side_effect=TooFewDescriptors)
+    with refused, pytest.raises(SystemExit) as ended:
+        nixl_actor()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"nixl-actor cannot ask: {TooFewDescriptors()}\n"
+
+
+@in_a_process_of_its_own
+def test_who_listens_without_a_descriptor_says_so() -> None:
+    """With each number of descriptors that is too small."""
+
+    async def test() -> None:
+        channel = ZmqSideChannel()
+        for count in itertools.count():
+            with descriptors_left(count):
+                try:
+                    channel.listen(HOST, 0)
+                except DescriptorsExhausted:
+                    await trio.sleep(0.05)  # libzmq gives back what it has used by then
+                else:
+                    break
+        assert count > 5
+        channel.close()
 
     run(test)
 

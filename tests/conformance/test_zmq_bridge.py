@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import signal
@@ -282,6 +283,29 @@ class TestZmqSideChannel(SideChannelSuite):
                 link = await channel.open_link(connect, listener.port)
                 assert link.send([b"hello"])
                 assert await link.receive() == (b"hello",)
+                nursery.cancel_scope.cancel()
+
+        self.run(scenario)
+
+    def test_a_name_that_has_an_ipv6_address_alone_can_be_listened_at(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As in a cluster without IPv4. A name with addresses of both kinds is tested above."""
+        if not has_ipv6():
+            pytest.skip("no IPv6 loopback here")
+        bind, resolve = zmq.Socket.bind, socket.getaddrinfo
+
+        def bind_by_name(router: zmq.Socket[bytes], address: str) -> Any:
+            if "six.example" in address and not router.getsockopt(zmq.IPV6):
+                raise zmq.ZMQError(errno.ENODEV)  # as libzmq says that it found no address
+            return bind(router, address.replace("six.example", "[::1]"))
+
+        monkeypatch.setattr(zmq.Socket, "bind", bind_by_name)
+        monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **more: resolve("::1", *rest, **more))
+
+        async def scenario(channel: SideChannel) -> None:
+            listener = channel.listen("six.example", 0)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(serve, listener, lambda frames: frames)
+                assert await channel.connect("six.example", listener.port).ask([b"hello"]) == (b"hello",)
                 nursery.cancel_scope.cancel()
 
         self.run(scenario)

@@ -26,6 +26,7 @@ import zmq
 
 from connector.addresses import is_ip_address
 from connector.observe.log import log_crash
+from connector.ports.descriptors import is_descriptor_left, require_descriptors
 from connector.ports.doorman import Doorman, connections_max
 from connector.ports.gate import ANYBODY, Access, Gate
 from connector.ports.host_names import HostNames
@@ -97,6 +98,9 @@ the first that a network loses ends a connection to a healthy engine."""
 CONTEXT_THREADS = 2
 """What libzmq starts for a context: an I/O thread, and one that takes closed sockets away."""
 
+CONTEXT_DESCRIPTORS = 6
+"""What it takes for a context and its first socket. With two to four of them libzmq ends the process."""
+
 ADDRESSES_REMEMBERED_MAX = 4096
 """With the key that each had last."""
 
@@ -113,7 +117,7 @@ class ZmqSideChannel:
         on_refusal: told the address that a listener has not let in, and in a sentence why.
         on_no_room: told in a sentence that a process wants to connect and no file descriptor is left.
 
-    Raises NoThreadLeft.
+    Raises NoThreadLeft and TooFewDescriptors.
     """
 
     def __init__(
@@ -130,6 +134,7 @@ class ZmqSideChannel:
         # Of addresses that were reached last; None: it had none.
         self._keys: dict[tuple[str, int], bytes | None] = {}
         require_threads(CONTEXT_THREADS)
+        require_descriptors(CONTEXT_DESCRIPTORS)
         self._context: zmq.Context[Socket] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, SOCKETS_MAX)
         # With the first socket libzmq starts its threads, and ends the process where it may have no more of them. So
@@ -161,7 +166,8 @@ class ZmqSideChannel:
         return self.access.keys is None or self.access.allows_insecure
 
     async def numeric_address(self, host: str, port: int) -> str:
-        """The address of `host`, if this channel may connect to it. Raises NameNotResolved and AccessRefused."""
+        """The address of `host`, if this channel may connect to it. Raises as `HostNames.address` does, and
+        AccessRefused."""
         address = await self._host_names.address(host, port)
         if not self.access.allows_address(address):
             raise AccessRefused(host, port, NOT_A_PEER.format(address=address))
@@ -225,14 +231,15 @@ class ZmqSideChannel:
         frame_bytes_max: int = 64 * 1024,
         on_cut_off: Callable[[str, str], None] = lambda address, why: None,
     ) -> ZmqListener:
-        """Bind (host, port); port 0 takes a free one. Host: an address of this machine, an interface name, or "*"."""
+        """Bind (host, port); port 0 takes a free one. Host: an address of this machine, a name of it, an interface
+        name, or "*". Of a name the IPv4 address is taken if it has one, which is what others connect to."""
         self._refuse_if_closed()
         if host != "*":
             _check_address(host, port, port_min=0)
         try:
             router = self.make_socket(zmq.ROUTER, ipv6=":" in host)
         except zmq.ZMQError as error:
-            raise SideChannelError(host, port, str(error)) from error
+            raise without_socket(host, port, error) from error
         try:
             router.setsockopt(zmq.MAXMSGSIZE, frame_bytes_max * OVERSIZE_FACTOR)
             router.setsockopt(zmq.RCVHWM, REQUESTS_QUEUED_MAX)
@@ -253,16 +260,17 @@ class ZmqSideChannel:
             doorman = Doorman(router, events, told_at, limits, on_cut_off, self._say_no_room)
         except (zmq.ZMQError, OSError) as error:
             router.close()
-            raise SideChannelError(host, port, str(error)) from error
+            raise without_socket(host, port, error) from error
         unguard = partial(gate.forget, gate.guard(router, doorman))
         try:
-            router.bind(endpoint(host, port))
+            _bind(router, host, port)
         except zmq.ZMQError as error:
             unguard()
             doorman.close()
             router.close()
-            kind = PortUnavailable if error.errno in (errno.EADDRINUSE, errno.EACCES) else SideChannelError
-            raise kind(host, port, str(error)) from error
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                raise PortUnavailable(host, port, str(error)) from error
+            raise without_socket(host, port, error) from error
         listener = ZmqListener(self, router, doorman, unguard, frames_max, frame_bytes_max)
         self._open.add(listener)
         return listener
@@ -382,6 +390,20 @@ class ZmqSideChannel:
     def _refuse_if_closed(self) -> None:
         if self._closed:
             raise trio.ClosedResourceError("this side channel is closed")
+
+
+def _bind(router: Socket, host: str, port: int) -> None:
+    """Raises zmq.ZMQError."""
+    if not is_descriptor_left():  # libzmq lists the interfaces, and ends the process where it cannot
+        raise zmq.ZMQError(errno.EMFILE)
+    try:
+        router.bind(endpoint(host, port))
+    except zmq.ZMQError as error:
+        if error.errno != errno.ENODEV or is_ip_address(host):
+            raise
+        # A name, or an interface, without an IPv4 address. With this option libzmq would prefer IPv6.
+        router.setsockopt(zmq.IPV6, 1)
+        router.bind(endpoint(host, port))
 
 
 def _check_address(host: str, port: int, *, port_min: int) -> None:
