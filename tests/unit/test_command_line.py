@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import signal
 import socket
@@ -51,6 +53,32 @@ def test_why_reads_a_trace_directory(tmp_path: Path) -> None:
     first, *rest = answer.output.splitlines()
     assert first.startswith("Done: its KV was loaded in")
     assert any("lease held" in line for line in rest)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_what_the_terminal_has_no_bytes_for_is_escaped(tmp_path: Path, encoding: str) -> None:
+    """Ids come from elsewhere, and the encoding from the locale. The directory's name is no UTF-8."""
+    pi, directory = "\N{GREEK SMALL LETTER PI}\N{GRINNING FACE}", tmp_path / "\udce9"
+    records = [msgspec.structs.replace(each, subject="cmpl-" + pi, engine_id="P" + pi) for each in lent()]
+    records += [msgspec.structs.replace(each, engine_id="D" + pi) for each in pulled(at=0.5)]
+    traced(directory, records)
+
+    def said(*command: str) -> str:
+        run = [sys.executable, "-m", "connector", *command]
+        ran = subprocess.run(
+            run,
+            capture_output=True,
+            env={**os.environ, "PYTHONIOENCODING": encoding, "COLUMNS": "300"},
+            timeout=60,
+            check=False,
+        )
+        assert ran.returncode == 0, ran.stderr
+        return ran.stdout.decode(encoding)
+
+    assert "cmpl-\\u03c0\\U0001f600" in said("trace", "show", "cmpl", str(directory))
+    assert pi in str(json.loads(said("trace", "show", "cmpl", "--json", str(directory))))
+    assert "D\\u03c0\\U0001f600" in said("trace", "summary", str(directory))
+    said("trace", "export", "--html", str(tmp_path / "page.html"), str(directory))
 
 
 def test_why_says_when_it_ended_and_when_what_happened_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

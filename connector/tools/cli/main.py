@@ -11,11 +11,12 @@ import sys
 
 import typer
 
+from connector.ports.descriptors import TooFewDescriptors
 from connector.thread_limit import NO_THREAD_LEFT, NoThreadLeft
 from connector.tools.cli import keys, trace
 from connector.tools.cli.administer import drain, meet
 from connector.tools.cli.live import doctor, ps, why
-from connector.tools.cli.output import say
+from connector.tools.cli.output import say, show_what_cannot_be_encoded
 
 app = typer.Typer(
     name="nixl-actor",
@@ -35,7 +36,9 @@ app.add_typer(keys.app, name="keys")
 
 
 def main() -> None:
-    """Entry point. Ctrl-C ends it with status 130, as shells have it; 2 where it cannot ask for want of threads."""
+    """Entry point. Ctrl-C ends it with status 130, as shells have it; 2 where it cannot ask for want of threads or
+    descriptors."""
+    show_what_cannot_be_encoded()
     status = 0
     try:
         app(prog_name="nixl-actor")
@@ -43,6 +46,9 @@ def main() -> None:
         status = 130
     except* NoThreadLeft:
         say(f"nixl-actor cannot ask: {NO_THREAD_LEFT}", err=True)
+        status = 2
+    except* TooFewDescriptors:
+        say(f"nixl-actor cannot ask: {TooFewDescriptors()}", err=True)
         status = 2
     if status:
         sys.exit(status)

@@ -6,8 +6,11 @@ terminal, begin another line, or be taken for markup: control characters are sho
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import re
+import sys
 from datetime import UTC, datetime
 from typing import Any
 
@@ -17,6 +20,16 @@ LINE_LENGTH_MAX = 4000
 
 _STEERS_IN_JSON = re.compile("[\x7f-\x9f\u2028\u2029]")
 """Control characters that JSON, other than those of ASCII, leaves as they are."""
+
+
+_NOT_ASCII = re.compile("[^\x20-\x7e\n]")
+
+
+def show_what_cannot_be_encoded() -> None:
+    """From now on characters that stdout has no bytes for are shown as what they are, as stderr does by itself: under
+    some locales that is every one that is not of ASCII."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def plain(value: object) -> str:
@@ -45,4 +58,14 @@ def say_json(value: Any, *, is_one_of_many: bool = False) -> None:
 
     encoded = msgspec.json.encode(value)
     text = (encoded if is_one_of_many else msgspec.json.format(encoded, indent=2)).decode()
-    typer.echo(_STEERS_IN_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
+    escaped = _STEERS_IN_JSON if _can_write(text) else _NOT_ASCII
+    typer.echo(escaped.sub(lambda found: json.dumps(found[0])[1:-1], text))
+
+
+def _can_write(text: str) -> bool:
+    """Whether stdout has bytes for it."""
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -427,7 +427,7 @@ def export(
     if html is not None:
         from connector.tools.timeline.export import export_html
 
-        _attempt(lambda: export_html(traces.stories, html, title=str(directory)))
+        _attempt(lambda: export_html(traces.stories, html, title=plain(directory)))
         say(html)
     if perfetto is not None:
         from connector.tools.perfetto import export_perfetto
