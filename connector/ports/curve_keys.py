@@ -117,7 +117,7 @@ class CurveKeys:
 def make_pair(directory: Path, name: str) -> tuple[Path, Path]:
     """Make a pair for a process, and accept it there too; the files of the pair and of the public key.
 
-    Raises FileExistsError where there is a pair, and OSError.
+    Raises FileExistsError where there is a pair, and OSError, and leaves no key behind then.
     """
     directory.mkdir(parents=True, exist_ok=True)
     accepted = directory / ACCEPTED_FOLDER
@@ -135,11 +135,16 @@ def make_pair(directory: Path, name: str) -> tuple[Path, Path]:
 
 def _write_new(path: Path, public_key: bytes, secret_key: bytes | None) -> None:
     mode = 0o644 if secret_key is None else 0o600
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="ascii") as file:
-        file.write("# CURVE key of an engine. " + ("Public.\n" if secret_key is None else "Secret: stays here.\n"))
-        file.write(f'\ncurve\n    public-key = "{public_key.decode()}"\n')
-        if secret_key is not None:
-            file.write(f'    secret-key = "{secret_key.decode()}"\n')
+    created = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        with open(created, "w", encoding="ascii") as file:
+            file.write("# CURVE key of an engine. " + ("Public.\n" if secret_key is None else "Secret: stays here.\n"))
+            file.write(f'\ncurve\n    public-key = "{public_key.decode()}"\n')
+            if secret_key is not None:
+                file.write(f'    secret-key = "{secret_key.decode()}"\n')
+    except BaseException:  # the disk is full
+        path.unlink()
+        raise
 
 
 def _read_accepted(folder: Path) -> tuple[dict[bytes, str], dict[str, str]]:

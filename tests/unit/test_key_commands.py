@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import resource
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -59,6 +62,29 @@ def test_a_pair_is_never_overwritten(tmp_path: Path) -> None:
     before = CurveKeys(str(tmp_path)).public_key
     assert keys("curve", str(tmp_path), "--name", "b").exit_code == 2
     assert CurveKeys(str(tmp_path)).public_key == before
+
+
+@contextmanager
+def files_of_at_most(size_bytes: int) -> Iterator[None]:
+    """What a full disk does to who writes a file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("size_bytes", [0, 120], ids=["neither key", "the public key"])
+def test_a_disk_that_is_full_leaves_no_key_in_the_way(tmp_path: Path, size_bytes: int) -> None:
+    """The disk has room for so much."""
+    with files_of_at_most(size_bytes):
+        result = keys("curve", str(tmp_path), "--name", "a")
+    assert result.exit_code == 2
+    assert tmp_path.name in result.output.translate(str.maketrans("", "", "\n │"))
+    assert not [each for each in tmp_path.rglob("*") if each.is_file()]
+    done("curve", str(tmp_path), "--name", "a")
+    assert accepted_by(tmp_path) == ["a"]
 
 
 def copied(key: Path, *directories: Path) -> None:

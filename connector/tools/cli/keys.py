@@ -49,7 +49,7 @@ def curve(
             "another directory under another name (--name), and follow docs/operations/security.md, Keys for sockets"
         ) from None
     except OSError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise typer.BadParameter(f"{directory}: {error}") from None
     typer.echo(f"{own}: the secret of {name}, for nobody else")
     typer.echo(f"{public}: its public key; copy it to accepted/ of everybody who is to deal with {name}")
 
