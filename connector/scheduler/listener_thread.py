@@ -16,7 +16,6 @@ from connector.descriptor_limit import raise_descriptor_limit
 from connector.observe import catalogue
 from connector.observe.log import StrangerLog, get_logger, root_cause
 from connector.observe.log import log_crash as log_actor_crash
-from connector.ports.descriptors import TooFewDescriptors
 from connector.ports.gate import ANYBODY, Access
 from connector.ports.side_channel import DescriptorsExhausted, PortUnavailable, SideChannel, SideChannelError
 from connector.ports.zmq_bridge import ZmqSideChannel
@@ -113,6 +112,8 @@ class ListenerThread:
     async def _make(self) -> HandshakeListener:
         try:
             return self._made()
+        except DescriptorsExhausted:
+            raise  # it says what to do, and the address has nothing to do with it
         except SideChannelError as error:
             raise type(error)(error.host, error.port, f"{error.error}; {_what_to_do(error)}") from error
 
@@ -217,8 +218,6 @@ def _what_to_do(error: SideChannelError) -> str:
             "another engine or program listens there, or this process may not: give each engine on a host a "
             "VLLM_NIXL_SIDE_CHANNEL_PORT of its own (data-parallel engines take the port plus their index)"
         )
-    if isinstance(error, DescriptorsExhausted):
-        return str(TooFewDescriptors())
     return (
         "VLLM_NIXL_SIDE_CHANNEL_HOST has to be an address of this machine, and VLLM_NIXL_SIDE_CHANNEL_PORT, with the "
         "data-parallel index added, a port that there is"

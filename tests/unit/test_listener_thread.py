@@ -18,7 +18,7 @@ import trio
 from connector.clock import BootClock, to_ns
 from connector.ports.doorman import connections_max
 from connector.ports.gate import ANYBODY, Access, network_of
-from connector.ports.side_channel import AccessRefused, DescriptorsExhausted
+from connector.ports.side_channel import AccessRefused
 from connector.ports.zmq_bridge import ZmqSideChannel, channel
 from connector.runtime import draining
 from connector.runtime import listener as runtime_listener
@@ -266,10 +266,7 @@ def test_an_address_that_cannot_be_used_is_an_error_that_names_the_variables(hos
 
 
 def test_an_address_is_not_blamed_where_no_descriptor_is_left(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def listen(channel: ZmqSideChannel, host: str, port: int, **_: object) -> None:
-        raise DescriptorsExhausted(host, port, "Too many open files")
-
-    monkeypatch.setattr(ZmqSideChannel, "listen", listen)
+    monkeypatch.setattr(channel, "is_descriptor_left", lambda: False)
     with pytest.raises(ThreadStartError, match=r"Too many open files; .* raise the hard limit") as refused:
         make(port, DEATHS.append).start()
     assert "VLLM_NIXL_SIDE_CHANNEL" not in str(refused.value)

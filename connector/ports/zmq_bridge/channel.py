@@ -26,12 +26,13 @@ import zmq
 
 from connector.addresses import is_ip_address
 from connector.observe.log import log_crash
-from connector.ports.descriptors import is_descriptor_left, require_descriptors
+from connector.ports.descriptors import TooFewDescriptors, is_descriptor_left, require_descriptors
 from connector.ports.doorman import Doorman, connections_max
 from connector.ports.gate import ANYBODY, Access, Gate
 from connector.ports.host_names import HostNames
 from connector.ports.side_channel import (
     AccessRefused,
+    DescriptorsExhausted,
     PortUnavailable,
     SideChannelError,
     without_socket,
@@ -239,7 +240,7 @@ class ZmqSideChannel:
         try:
             router = self.make_socket(zmq.ROUTER, ipv6=":" in host)
         except zmq.ZMQError as error:
-            raise without_socket(host, port, error) from error
+            raise _cannot_listen(host, port, error) from error
         try:
             router.setsockopt(zmq.MAXMSGSIZE, frame_bytes_max * OVERSIZE_FACTOR)
             router.setsockopt(zmq.RCVHWM, REQUESTS_QUEUED_MAX)
@@ -260,7 +261,7 @@ class ZmqSideChannel:
             doorman = Doorman(router, events, told_at, limits, on_cut_off, self._say_no_room)
         except (zmq.ZMQError, OSError) as error:
             router.close()
-            raise without_socket(host, port, error) from error
+            raise _cannot_listen(host, port, error) from error
         unguard = partial(gate.forget, gate.guard(router, doorman))
         try:
             _bind(router, host, port)
@@ -270,7 +271,7 @@ class ZmqSideChannel:
             router.close()
             if error.errno in (errno.EADDRINUSE, errno.EACCES):
                 raise PortUnavailable(host, port, str(error)) from error
-            raise without_socket(host, port, error) from error
+            raise _cannot_listen(host, port, error) from error
         listener = ZmqListener(self, router, doorman, unguard, frames_max, frame_bytes_max)
         self._open.add(listener)
         return listener
@@ -390,6 +391,14 @@ class ZmqSideChannel:
     def _refuse_if_closed(self) -> None:
         if self._closed:
             raise trio.ClosedResourceError("this side channel is closed")
+
+
+def _cannot_listen(host: str, port: int, error: Exception) -> SideChannelError:
+    """For whoever starts an engine, what to do about it where that is a matter of descriptors."""
+    failed = without_socket(host, port, error)
+    if isinstance(failed, DescriptorsExhausted):
+        return DescriptorsExhausted(host, port, f"{failed.error}; {TooFewDescriptors()}")
+    return failed
 
 
 def _bind(router: Socket, host: str, port: int) -> None:
