@@ -333,13 +333,32 @@ _Wire: Any = msgspec.defstruct(
 
 
 def _with_integers(value: Any, depth: int = _NESTING_MAX) -> Any:
-    """The value with integers in place of floats that are whole, as far in as our fields go. From 2**53 on a float may
-    stand for another integer than was said."""
-    if type(value) is float and value.is_integer() and abs(value) < 2**53:
-        return int(value)
-    if depth and isinstance(value, (list, tuple)):
-        return [_with_integers(each, depth - 1) for each in value]
-    return value
+    """The value with integers in place of floats that are whole, as far in as our fields go."""
+    if type(value) is float:
+        return int(value) if _is_whole(value) else value
+    if not depth or not isinstance(value, (list, tuple)):
+        return value
+    if len(value) > GROUPS_MAX:
+        return _all_integers(value)
+    return [_with_integers(each, depth - 1) for each in value]
+
+
+def _is_whole(number: float) -> bool:
+    """From 2**53 on a float may stand for another integer than was said."""
+    return number.is_integer() and abs(number) < 2**53
+
+
+def _all_integers(values: list[Any] | tuple[Any, ...]) -> list[Any] | tuple[Any, ...]:
+    """The same of a long list, which in our fields has numbers alone; any other is left as it is. Nothing is done in
+    Python for each element: there may be a million, and the engine waits."""
+    kinds = set(map(type, values))
+    if len(values) > BLOCKS_MAX or float not in kinds or not kinds <= {int, float}:
+        return values
+    try:
+        are_whole = all(map(float.is_integer, map(float, values))) and max(map(abs, values)) < 2**53
+    except OverflowError:  # an integer that no float can stand for
+        return values
+    return list(map(int, values)) if are_whole else values
 
 
 def _first_error(known: dict[str, Any]) -> ParamsError:
@@ -368,7 +387,8 @@ def _block_ids_error(block_ids: object, expected: str) -> ParamsError:
         if not isinstance(group, (list, tuple)) or len(group) > BLOCKS_MAX:
             return _error(where, f"a list of at most {BLOCKS_MAX} integers", group)
         for index, block in enumerate(group):
-            if type(block) is not int or not 0 <= block <= BLOCK_ID_MAX:
+            is_integer = type(block) is int or (type(block) is float and _is_whole(block))
+            if not is_integer or not 0 <= block <= BLOCK_ID_MAX:
                 return _error(f"{where}[{index}]", f"an integer from 0 to {BLOCK_ID_MAX}", block)
     return _error("remote_block_ids", expected, block_ids)
 

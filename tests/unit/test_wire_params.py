@@ -19,6 +19,7 @@ from connector.wire.params import (
     classify,
     parse_remote_prefill,
 )
+from tests.rig.work import Counted
 from tests.unit.numbers_as_floats import as_floats
 from tests.unit.properties import on_any_machine
 
@@ -47,6 +48,37 @@ def _failure(raw: Any) -> Any:
 
 def test_round_trip_through_json() -> None:
     assert parse_remote_prefill(json.loads(json.dumps(VALID))) == LENT
+
+
+@pytest.mark.parametrize("last", [199, 199.0])
+def test_many_integers_may_come_as_floats(last: float) -> None:
+    numbers = list(range(200))
+    as_said = parse_remote_prefill(VALID | {"remote_block_ids": [numbers]})
+    assert parse_remote_prefill(VALID | {"remote_block_ids": [[*map(float, numbers[:-1]), last]]}) == as_said
+
+
+@pytest.mark.parametrize("wrong", [1.5, 2.0**53, 10**400, float("nan"), float("inf"), "x", True])
+def test_of_many_floats_the_one_that_stands_for_no_block_is_named(wrong: object) -> None:
+    numbers = [*map(float, range(200)), wrong, 201.0]
+    with pytest.raises(ParamsError, match=r"remote_block_ids\[0\]\[200\]"):
+        parse_remote_prefill(VALID | {"remote_block_ids": [numbers]})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"remote_block_ids": [[]] * 100_000},
+        {"remote_block_ids": [[0.0] * (BLOCKS_MAX + 1)]},
+        {"prefix_digests": [[1, "a"]] * 100_000},
+        {"first_tokens": [1.0] * 100_000},
+    ],
+    ids=["groups", "blocks", "digests", "tokens"],
+)
+def test_what_has_too_many_elements_is_refused_without_a_step_for_each(wrong: dict[str, Any]) -> None:
+    """The engine's scheduler waits meanwhile: a million empty lists took it seconds."""
+    with Counted() as work, pytest.raises(ParamsError):
+        parse_remote_prefill(VALID | wrong)
+    assert work.calls + work.lines < 20_000
 
 
 def test_integers_may_come_as_floats() -> None:
