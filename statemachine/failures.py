@@ -318,15 +318,26 @@ ParamsFailure: TypeAlias = BadParams | ParamsForged | WrongPrompt
 
 
 class LeaseOver(PeerFailure, frozen=True, kw_only=True):
-    """P does not keep the blocks any more. `why` is P's word for it, bounded by the wire."""
+    """P does not keep the blocks any more. `why` is P's word for it, bounded by the wire.
+
+    `address` is where P was connected, and `named` where the request says that it is, if that is elsewhere: an engine
+    is told from others by its id alone.
+    """
 
     remote_request_id: str
     why: str
+    named: str = ""
 
     def __str__(self) -> str:
+        at = f" at {self.address}" if self.address else ""
+        elsewhere = (
+            f"; the request names this engine at {self.named}: if another process runs there, both have one engine_id"
+            if self.named
+            else ""
+        )
         return (
-            f"prefill engine {self.peer} does not keep the blocks of {self.remote_request_id} any more ({self.why}); "
-            "they may hold another request's KV"
+            f"prefill engine {self.peer}{at} does not keep the blocks of {self.remote_request_id} any more "
+            f"({self.why}); they may hold another request's KV{elsewhere}"
         )
 
 

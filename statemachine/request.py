@@ -161,9 +161,11 @@ class LeaseProven(Event, frozen=True, kw_only=True):
 
 
 class LeaseGone(Event, frozen=True, kw_only=True):
-    """P does not keep the blocks any more."""
+    """P does not keep the blocks any more. `address` and `named` are as in `LeaseOver`."""
 
     why: str
+    address: str = ""
+    named: str = ""
 
 
 class ProofTimeout(Event, frozen=True, kw_only=True):
@@ -250,7 +252,13 @@ def _finish(request: Request) -> tuple[Request, Effects]:
 
 
 def _over(request: Request, event: LeaseGone) -> LeaseOver:
-    return LeaseOver(peer=request.peer, remote_request_id=request.lease.request_id, why=event.why)
+    return LeaseOver(
+        peer=request.peer,
+        address=event.address,
+        remote_request_id=request.lease.request_id,
+        why=event.why,
+        named=event.named,
+    )
 
 
 def _timed_out(request: Request, event: DeadlinePassed) -> DeadlineExceeded:

@@ -24,6 +24,7 @@ from statemachine.outcome import Outcome
 from statemachine.remembered import Remembered
 from statemachine.remote_engine.connections import Connection
 from statemachine.remote_engine.messages import (
+    Address,
     EngineEffect,
     EngineLimits,
     NotifyReleases,
@@ -59,16 +60,18 @@ class Claim:
     """A lease that somebody here wants, or that is owed a release.
 
     Attributes:
+        address: where its last request says that P is.
         heard_ns: when this engine first heard of a request that names it; may lie before the clock's zero.
         users: ids of the requests that want it, announced or in hand.
         holds: by rank of P; empty until P was first met.
         is_kept: also while it has no users.
     """
 
-    __slots__ = ("heard_ns", "holds", "is_kept", "lease", "users")
+    __slots__ = ("address", "heard_ns", "holds", "is_kept", "lease", "users")
 
-    def __init__(self, lease: LeaseName, heard_ns: int) -> None:
+    def __init__(self, lease: LeaseName, address: Address, heard_ns: int) -> None:
         self.lease = lease
+        self.address = address
         self.heard_ns = heard_ns
         self.users: dict[str, None] = {}
         self.holds: list[hold.Hold] = []
@@ -92,7 +95,7 @@ class Claim:
         return bool(self.holds) and all(hold.MACHINE.is_terminal(each) for each in self.holds)
 
     def copy(self) -> Claim:
-        other = Claim(self.lease, self.heard_ns)
+        other = Claim(self.lease, self.address, self.heard_ns)
         other.users = dict(self.users)
         other.holds = list(self.holds)
         other.is_kept = self.is_kept
@@ -108,7 +111,8 @@ class Claim:
         )
         # When it was heard of matters until a built-in engine is met, and only for the length of a lease.
         age_ns = min(now_ns - self.heard_ns, lease_ns)
-        return (self.lease, frozenset(self.users), self.is_kept, holds, age_ns if not self.holds else 0)
+        age_ns = age_ns if not self.holds else 0
+        return (self.lease, self.address, frozenset(self.users), self.is_kept, holds, age_ns)
 
 
 class Claims:
@@ -160,7 +164,9 @@ class Claims:
         claim = self._by_lease.get(lease)
         return _text(lease) in self._consumed or (claim is not None and bool(claim.holds) and not claim.is_wanted)
 
-    def want(self, lease: LeaseName, request_id: str, heard_ns: int, now_ns: int, *, keeps: bool = False) -> Claim:
+    def want(
+        self, lease: LeaseName, request_id: str, address: Address, heard_ns: int, now_ns: int, *, keeps: bool = False
+    ) -> Claim:
         """`request_id` wants the lease: it is held from now on, and not released before the request has ended. `keeps`:
         nor after that, before `let_go`. If P cannot keep it, its claim is `gone` at once; who has only announced the
         request learns so when it starts."""
@@ -170,10 +176,11 @@ class Claims:
                 self._wanted.add(lease)
             self._timers.cancel(("release_given_up", lease))
             claim.users[request_id] = None
+            claim.address = address
             claim.is_kept = claim.is_kept or keeps
             return claim
         self._wanted.add(lease)
-        claim = self._by_lease[lease] = Claim(lease, heard_ns)
+        claim = self._by_lease[lease] = Claim(lease, address, heard_ns)
         claim.users[request_id] = None
         claim.is_kept = keeps
         if self.link is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator
 
 from statemachine.failures import Failure
+from statemachine.remote_engine.messages import Address
 
 
 class Connection:
@@ -16,6 +17,7 @@ class Connection:
 
     Attributes:
         workers: names of our partners on P, for people.
+        address: where P was found.
         open_reads: READs ordered on it that have not ended, as (request id, number). Its agents are removed only when
             there is none.
         unsettled: READs that failed on it and may still write, as (request id, number).
@@ -27,6 +29,7 @@ class Connection:
     """
 
     __slots__ = (
+        "address",
         "failure",
         "is_builtin",
         "is_tearing_down",
@@ -46,10 +49,12 @@ class Connection:
         workers: tuple[str, ...],
         of_use_from_ns: int,
         *,
+        address: Address,
         is_builtin: bool,
         registration: int = 0,
     ) -> None:
         self.number = number
+        self.address = address
         self.of_use_from_ns = of_use_from_ns
         self.workers = workers
         self.is_builtin = is_builtin
@@ -75,6 +80,7 @@ class Connection:
             self.number,
             self.workers,
             self.of_use_from_ns,
+            address=self.address,
             is_builtin=self.is_builtin,
             registration=self.registration,
         )
@@ -90,6 +96,7 @@ class Connection:
             self.number,
             max(0, self.of_use_from_ns - now_ns),
             self.ranks,
+            self.address,
             self.is_builtin,
             self.registration,
             frozenset(self.open_reads),

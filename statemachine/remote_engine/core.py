@@ -121,6 +121,8 @@ class RemoteEngine:
         self._life: str | None = None
         # The newest registration of P's KV cache that a request has named, and the one when the last attempt began.
         self._registration, self._attempted_registration = 0, 0
+        # Where the last attempt to connect looks for the engine.
+        self._attempted_address = address
         self._backoff_until_ns = 0
         self._timers: Deadlines[TimerKey] = Deadlines()
         self._outcome: Outcome[EngineEffect] = Outcome(observe)
@@ -291,7 +293,7 @@ class RemoteEngine:
         if self._claims.is_consumed(event.lease):
             return  # it is told so when it starts
         self.address = event.address
-        self._claims.want(event.lease, event.request_id, now_ns - event.age_ns, now_ns)
+        self._claims.want(event.lease, event.request_id, event.address, now_ns - event.age_ns, now_ns)
 
     def _start(self, event: Started, now_ns: int) -> None:
         request_id = event.request_id
@@ -311,10 +313,10 @@ class RemoteEngine:
             return
         self.address = event.address
         heard_ns = now_ns - event.age_ns
-        claim = self._claims.want(event.lease, request_id, heard_ns, now_ns, keeps=event.keeps_lease)
+        claim = self._claims.want(event.lease, request_id, event.address, heard_ns, now_ns, keeps=event.keeps_lease)
         if claim.gone is not None:
             has_left = claim.gone == LEFT
-            ended = request.PeerFailed(failure=self._left()) if has_left else request.LeaseGone(why=claim.gone)
+            ended = request.PeerFailed(failure=self._left()) if has_left else self._lease_gone(claim, claim.gone)
             self._step_request(request_id, ended, now_ns)
             return
         self._timers.set(("deadline", request_id), now_ns + self._limits.request_ns)
@@ -324,7 +326,7 @@ class RemoteEngine:
         if self._claims.is_consumed(event.lease):
             return
         self.address = event.address
-        self._claims.want(event.lease, event.request_id, now_ns, now_ns, keeps=event.keeps_lease)
+        self._claims.want(event.lease, event.request_id, event.address, now_ns, now_ns, keeps=event.keeps_lease)
         self._claims.leave(event.lease, event.request_id, now_ns)
 
     def _await_peer(self, request_id: str, now_ns: int) -> None:
@@ -515,7 +517,7 @@ class RemoteEngine:
         for effect in effects:
             match effect:
                 case peer.StartHandshake():
-                    self._attempted_registration = self._registration
+                    self._attempted_registration, self._attempted_address = self._registration, self.address
                     self._outcome.effects.append(StartHandshake(address=self.address))
                 case peer.AnnounceReady():
                     self._announce_ready(now_ns)
@@ -544,6 +546,7 @@ class RemoteEngine:
             event.connection,
             event.workers,
             of_use_from_ns,
+            address=self._attempted_address,
             is_builtin=event.is_builtin,
             registration=self._attempted_registration,
         )
@@ -741,10 +744,18 @@ class RemoteEngine:
         """Each of its users, for the reason of the first rank that does not keep it. One that was only announced is
         told when it starts."""
         if claim.gone is not None:  # else it was being released: nobody wants it
-            gone = request.LeaseGone(why=claim.gone)
+            gone = self._lease_gone(claim, claim.gone)
             for user in list(claim.users):
                 self._step_request(user, gone, now_ns)
         self._claims.drop_if_over(claim)
+
+    def _lease_gone(self, claim: Claim, why: str) -> request.LeaseGone:
+        """Two engines may have one id: whoever is connected does not know what the other one has lent."""
+        current = self._connections.current
+        if current is None:
+            return request.LeaseGone(why=why)
+        asked, named = str(current.address), str(claim.address)
+        return request.LeaseGone(why=why, address=asked, named=named if named != asked else "")
 
     def _take_release_answer(self, event: ReleaseAnswered) -> None:
         if self._connections.is_current(event.connection):
@@ -903,6 +914,7 @@ class RemoteEngine:
         other._parked = list(self._parked)
         other._life = self._life
         other._registration, other._attempted_registration = self._registration, self._attempted_registration
+        other._attempted_address = self._attempted_address
         other._is_stopped = self._is_stopped
         other._backoff_until_ns = self._backoff_until_ns
         other._timers = self._timers.copy()
@@ -919,7 +931,7 @@ class RemoteEngine:
             self._departure.state,
             tuple((now_ns - came_ns, event) for came_ns, event in self._parked),
             self._life,
-            (self._registration, self._attempted_registration),
+            (self._registration, self._attempted_registration, self._attempted_address),
             self._is_stopped,
             frozenset(self._freeze_request(each, now_ns) for each in self._requests.values()),
             self._timers.freeze(now_ns),

@@ -52,11 +52,11 @@ CORES: dict[str, tuple[Callable[[], Any], dict[str, str]]] = {
         },
     ),
     "Connection": (
-        lambda: Connection(1, ("PP 0 TP 0",), 5, is_builtin=False),
+        lambda: Connection(1, ("PP 0 TP 0",), 5, address="a", is_builtin=False),
         {"workers": "names for people; how many there are is in `ranks`"},
     ),
     "Connections": (Connections, {}),
-    "Claim": (lambda: Claim(LeaseName("r", 1), 0), {}),
+    "Claim": (lambda: Claim(LeaseName("r", 1), "a", 0), {}),
     "Claims": (
         lambda: Claims(ENGINE_LIMITS, Deadlines(), Outcome()),
         {"_timers": "the core's", "_outcome": "the core's"},

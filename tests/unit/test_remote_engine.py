@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -223,7 +224,7 @@ def failed(request_id: str, failure: Failure) -> Report:
 
 
 def over(why: str, lease: LeaseName = A) -> LeaseOver:
-    return LeaseOver(peer="p", remote_request_id=lease.request_id, why=why)
+    return LeaseOver(peer="p", address=ADDRESS, remote_request_id=lease.request_id, why=why)
 
 
 def hold_at(now_ns: int, *leases: LeaseName, rank: int = 0, number: int = 1) -> SendHold:
@@ -448,6 +449,18 @@ def test_gone_while_the_blocks_are_looked_up() -> None:
     drive.start("a")
     assert drive.gone() == [failed("a", over("expired"))]
     assert drive.resolve("a") == []
+
+
+def test_of_two_engines_with_one_id_the_one_that_has_not_lent_it_and_the_one_that_is_named_are_told() -> None:
+    """The connection stays with the one that was met first, whatever the requests say."""
+    drive = connected()
+    drive.feed(Started(request_id="a", lease=A, address="other:2", age_ns=0))
+    (report,) = only(drive.gone(), Report)
+    assert report == failed("a", msgspec.structs.replace(over("expired"), named="other:2"))
+    assert "p at host:1 does not keep" in str(report.failure)
+    assert "names this engine at other:2: if another process runs there, both have one engine_id" in str(report.failure)
+    drive.start("c", C)
+    assert drive.gone(C) == [failed("c", over("expired", C))]
 
 
 def test_gone_before_it_is_scheduled_is_told_when_it_starts() -> None:
@@ -814,7 +827,7 @@ def test_a_connection_that_is_lost_soon_or_while_it_is_read_over_was_of_no_use()
         drive.feed(LinkLost(connection=number, detail="reset"), TornDown(connection=number))
         drive.feed(MeetAsked(address=ADDRESS, message=None))
     assert drive.state is peer.State.BACKOFF
-    connection = Connection(1, ("w",), 8 * S, is_builtin=False)
+    connection = Connection(1, ("w",), 8 * S, address="10.0.0.7:5600", is_builtin=False)
     assert not connection.has_stood_idle(8 * S - 1)
     assert connection.has_stood_idle(8 * S)
     connection.open_reads["a", 0] = None
