@@ -8,7 +8,10 @@ whatever was loaded is taken back when a later step fails or the attempt is canc
 
 The links come first because each shows that the process of its rank lives. The side channel does not: it is answered
 by the scheduler's process, which ends after its workers. The agent of a process that has ended must not be loaded, for
-UCX keeps a socket of each attempt (docs/nixl.md fact 30).
+UCX keeps a socket of each attempt (docs/nixl.md fact 30). And whoever answers over a link says which agent is his: P
+may have been started again since it was asked, at the same ports, and UCX takes the agent of the process before for
+that of the new one where that listens at its port (fact 44). What that one has lent would be proven, and other memory
+read.
 
 Sizes are facts of the engine. Rank (0, 0), which every engine has, is asked first: an engine with this connector says
 there how many ranks it has, and a request that says otherwise is refused. Of a built-in engine only the client says it;
@@ -368,10 +371,11 @@ async def _load(
     agents: dict[RankId, AgentName] = {}
     remote_lists: list[DescriptorListHandle] = []
     links: dict[RankId, Link] = {}
+    agents_there: dict[RankId, str] = {}
     facts = {rank: reply.actor for rank, reply in zip(ranks, replies, strict=True) if reply.actor is not None}
 
     async def open_link(rank: RankId) -> None:
-        links[rank] = await _open_link(context, peer, facts[rank], consumers[rank])
+        links[rank], agents_there[rank] = await _open_link(context, peer, facts[rank], consumers[rank])
 
     try:
         await _for_each(open_link, list(facts))
@@ -380,6 +384,8 @@ async def _load(
             if agent is None:
                 raise HandshakeError(PreviousReadsInFlight(peer=peer.engine_id, address=str(peer)))
             agents[rank] = agent
+            if agents_there.get(rank, "") not in ("", agent):
+                raise _refused(peer, "it was started again while it was asked")
         for read in plan.reads:
             remote_list = await reads.port.prepare_remote(agents[read.remote_rank], read.remote_runs)
             remote_lists.append(remote_list)  # one by one: those before one that fails are taken back
@@ -419,8 +425,11 @@ async def _load(
     )
 
 
-async def _open_link(context: ActorContext, peer: PeerAddress, facts: ActorExtension, consumers: int) -> Link:
-    """Connect to a rank's control socket, and see an empty hold answered: a firewall is found here, not later."""
+async def _open_link(
+    context: ActorContext, peer: PeerAddress, facts: ActorExtension, consumers: int
+) -> tuple[Link, str]:
+    """Connect to a rank's control socket, and see an empty hold answered: a firewall is found here, not later. Returns
+    also the name of the agent there; empty: it does not say."""
     timeout_seconds = context.options.handshake_timeout_seconds
     host, port = facts.control_host, facts.control_port
     link: Link | None = None
@@ -430,7 +439,8 @@ async def _open_link(context: ActorContext, peer: PeerAddress, facts: ActorExten
         with trio.fail_after(timeout_seconds):
             link = await context.side_channel.open_link(host, port, facts.control_key)
             link.send(encode_request(probe))
-            if not isinstance(decode_answer(await link.receive()), HoldAnswer):
+            answer = decode_answer(await link.receive())
+            if not isinstance(answer, HoldAnswer):
                 raise DecodeFailed("not the answer to a hold")
     except BaseException as error:
         if link is not None:
@@ -446,7 +456,7 @@ async def _open_link(context: ActorContext, peer: PeerAddress, facts: ActorExten
             detail = f"its control socket at {join_address(host, port)} did not answer: {reason}"
             raise HandshakeError(ControlLinkLost(peer=peer.engine_id, address=str(peer), detail=detail)) from error
         raise
-    return link
+    return link, answer.agent
 
 
 async def _unload(

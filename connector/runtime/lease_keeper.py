@@ -130,6 +130,7 @@ class LeaseKeeper:
         self._log_failure = worker.log_failure
         self._log_crash = worker.log_crash
         self._watch_notifications = worker.nixl_port.expect_notifications
+        self._agent = worker.nixl_port.agent_name
         self._control = control
         self._leave_secret = leave_secret
         self._inbox: Mailbox[Event | NotificationReceived] = Mailbox()
@@ -306,7 +307,8 @@ class LeaseKeeper:
             case lending.AnswerHold(reply_to=reply_to):
                 held = tuple(wire.HeldLease(*lease, remaining_ns) for lease, remaining_ns in effect.held)
                 gone = tuple(wire.gone_lease(lease, why) for lease, why in effect.gone)
-                self._answer(reply_to, wire.HoldAnswer(sent_ns=effect.sent_ns, held=held, gone=gone))
+                answer = wire.HoldAnswer(sent_ns=effect.sent_ns, held=held, gone=gone, agent=self._agent)
+                self._answer(reply_to, answer)
             case lending.AnswerRelease(reply_to=reply_to, leases=leases):
                 self._answer(reply_to, wire.Released(leases=leases))
             case lending.TellLeaving(reply_to=reply_to, grace_ns=grace_ns):

@@ -117,6 +117,8 @@ class HoldAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="hold_answer"):
     """`sent_ns` of the `Hold` that this answers."""
     held: Annotated[tuple[HeldLease, ...], _LEASES] = ()
     gone: Annotated[tuple[GoneLease, ...], _LEASES] = ()
+    agent: Annotated[str, Meta(max_length=ID_LENGTH_MAX)] = ""
+    """Name of the NIXL agent in the process that answers: what D reads has to be that one's. Empty: it does not say."""
 
     def __post_init__(self) -> None:
         _require_bounded([*self.held, *self.gone])

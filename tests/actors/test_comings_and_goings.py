@@ -25,7 +25,7 @@ from connector.wire.administration import (
 )
 from connector.wire.control import encode_request
 from connector.wire.device_allocations import Allocation, DeviceAllocations
-from statemachine.failures import Incompatible, PeerLeaving
+from statemachine.failures import HandshakeRefused, Incompatible, PeerLeaving
 from tests.actors.engines import HOST, Engine, engine, lease_of, parallel_engine, read, until
 from tests.actors.test_pull import run
 from tests.rig.facts import LEAVE_SECRET
@@ -251,5 +251,33 @@ def test_device_memory_that_ucx_would_take_for_that_of_the_process_before_is_not
             assert d.counts().remote_agents == 0
             await trio.sleep(0.1)
             assert [each.failure for each in await life(d, 2, "other numbers")] == [None]
+
+    run(test)
+
+
+def test_the_agent_of_the_process_before_is_not_read_while_the_new_one_answers_for_leases(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """D stands still between the answer of a P and the link to it, and P is started again meanwhile, at the same ports.
+    UCX takes the old agent for the new process where that listens at its port (docs/nixl.md fact 44)."""
+    payload = Engine.payload
+
+    async def test() -> None:
+        async with engine("p") as after:
+
+            def told_before_the_restart(before: Engine) -> bytes:
+                before.control = after.control
+                return payload(before)
+
+            monkeypatch.setattr(Engine, "payload", told_before_the_restart)
+            async with engine("p", serves=True) as before, engine("d") as d:
+                before.memory[:], after.memory[:] = 1, 2
+                after.lend("remote-a")
+                d.pull("a", before, [5], [1])
+                ended = await until(lambda: d.received("a"))
+                assert isinstance(ended.failure, HandshakeRefused), ended.failure
+                assert "started again" in str(ended.failure)
+                await until(lambda: d.counts().remote_agents == 0)
+            assert d.crashes == []
 
     run(test)

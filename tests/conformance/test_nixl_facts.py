@@ -33,6 +33,7 @@ import numpy.typing as npt
 import pytest
 
 from tests.conformance.ucx import in_version, listens, of_memory_type, unwritten
+from tests.rig.network import free_port
 
 ROOT = Path(__file__).parents[2]
 BLOCKS, BLOCK_BYTES = 64, 4096
@@ -511,6 +512,26 @@ def test_fact_30_each_loading_of_a_dead_agent_over_tcp_leaks_a_socket(over_tcp: 
             over_tcp.agent.add_remote_agent(over_tcp.source.metadata)
         refused += 1
     assert len(os.listdir("/proc/self/fd")) == before + refused
+
+
+def test_fact_44_an_agent_that_has_ended_is_loaded_where_another_process_listens_at_its_port(over_tcp: Pair) -> None:
+    port = free_port()
+    environment = {
+        **os.environ,
+        "UCX_TLS": "tcp,self",
+        "UCX_NET_DEVICES": "lo",
+        "UCX_TCP_PORT_RANGE": f"{port}-{port}",
+    }
+    before = Source(environment)
+    before.kill()
+    with pytest.raises(nixl.nixlBind.nixlBackendError):
+        over_tcp.agent.add_remote_agent(before.metadata)
+    after = Source(environment)
+    try:
+        assert after.metadata != before.metadata
+        assert over_tcp.agent.add_remote_agent(before.metadata)
+    finally:
+        after.kill()
 
 
 def test_fact_12_deregistering_protects_nothing(over_copies: Pair) -> None:

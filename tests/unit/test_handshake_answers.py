@@ -87,7 +87,7 @@ WRONG = tuple(control.encode_answer(control.Released(leases=())))
 @pytest.mark.parametrize(
     ("answered", "why"),
     [
-        (tuple(control.encode_answer(control.HoldAnswer(sent_ns=0))), None),
+        (tuple(control.encode_answer(control.HoldAnswer(sent_ns=0, agent="its"))), None),
         (WRONG, "not the answer to a hold"),
         (None, f"nothing came within {ConnectorOptions().handshake_timeout_seconds:g} s"),
     ],
@@ -116,7 +116,7 @@ def test_a_control_socket_that_answers_something_else_is_refused(
 
     clock = MockClock(autojump_threshold=0)
     if why is None:
-        assert trio.run(connect, clock=clock) is link
+        assert trio.run(connect, clock=clock) == (link, "its")
         return
     with pytest.raises(HandshakeError) as refused:
         trio.run(connect, clock=clock)

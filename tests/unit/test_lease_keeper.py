@@ -111,7 +111,7 @@ class Rank:
             options=options,
             local=unused,
             draw_name=unused,
-            nixl_port=cast(Any, SimpleNamespace(expect_notifications=self.is_watching.append)),
+            nixl_port=cast(Any, SimpleNamespace(expect_notifications=self.is_watching.append, agent_name="p-agent")),
             side_channel=unused,
             clock=clock,
             recorder=cast(Any, recorder),

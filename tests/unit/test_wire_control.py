@@ -52,7 +52,10 @@ INCARNATION = "0123456789abcdef" * 2
 HOLD = Hold(engine_id="decode", rank=3, ranks=2, sent_ns=5_000, leases=LEASES, incarnation=INCARNATION)
 RELEASE = Release(engine_id="decode", rank=3, ranks=2, leases=LEASES, incarnation=INCARNATION)
 ANSWER = HoldAnswer(
-    sent_ns=5_000, held=(HeldLease("cmpl-a:b,c", 7, 30_000_000_000),), gone=(GoneLease("HB:x", 0, "expired"),)
+    sent_ns=5_000,
+    held=(HeldLease("cmpl-a:b,c", 7, 30_000_000_000),),
+    gone=(GoneLease("HB:x", 0, "expired"),),
+    agent="agent-7",
 )
 RELEASED = Released(leases=LEASES)
 LEAVE, LEAVING = Leave(grace_ns=5_000, secret=bytes(range(16))), Leaving(grace_ns=4_000)
@@ -119,6 +122,7 @@ def test_what_is_on_the_wire() -> None:
         "sent_ns": 5_000,
         "held": [["cmpl-a:b,c", 7, 30_000_000_000]],
         "gone": [["HB:x", 0, "expired"]],
+        "agent": "agent-7",
     }
     assert _wire(RELEASED) == {"type": "released", "leases": leases}
     assert _wire(ASK_SUMS) == {"type": "ask_sums", "lease": leases[0], "part": 1}
@@ -253,7 +257,7 @@ def test_a_field_that_is_there_twice_is_refused(message: Any, field: str, elemen
     assert _decoder(message)([over_and_over(message, field, [element], 1)])
 
 
-OPTIONAL = ("held", "gone", "incarnation")
+OPTIONAL = ("held", "gone", "incarnation", "agent")
 REQUIRED = [(message, field) for message in MESSAGES for field in _wire(message) if field not in OPTIONAL]
 
 

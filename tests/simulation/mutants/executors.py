@@ -658,9 +658,10 @@ HANDSHAKE = (
         changes=(
             Edit(
                 handshake._open_link,
-                "if not isinstance(decode_answer(await link.receive()), HoldAnswer):\n"
+                "answer = decode_answer(await link.receive())\n"
+                "            if not isinstance(answer, HoldAnswer):\n"
                 '                raise DecodeFailed("not the answer to a hold")',
-                "pass",
+                "answer = HoldAnswer(sent_ns=0)",
             ),
         ),
         place=ByTest(
