@@ -661,7 +661,7 @@ HANDSHAKE = (
                 "answer = decode_answer(await link.receive())\n"
                 "            if not isinstance(answer, HoldAnswer):\n"
                 '                raise DecodeFailed("not the answer to a hold")',
-                "answer = HoldAnswer(sent_ns=0)",
+                'answer = HoldAnswer(sent_ns=0, agent="its")',
             ),
         ),
         place=ByTest(
