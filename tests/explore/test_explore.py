@@ -360,9 +360,9 @@ def release_before_the_first_user(patch: Patch) -> None:
     """A lease that is named first while P is connected is let go of before it has a user."""
     want = Claims.want
 
-    def released(self: Claims, name: Any, request_id: str, heard_ns: int, now_ns: int, *, keeps: bool = False) -> Any:
+    def released(self: Claims, name: Any, *args: Any, **more: Any) -> Any:
         is_new = self.get(name) is None
-        found = want(self, name, request_id, heard_ns, now_ns, keeps=keeps)
+        found = want(self, name, *args, **more)
         if is_new and found.holds:
             self._release_holds(found)
         return found

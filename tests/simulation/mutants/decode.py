@@ -391,7 +391,7 @@ KEEPING = (
         rule="released by the last",
         row=56,
         broken="a request that names a lease which is held already does not count as its user",
-        changes=(Edit(Claims.want, "users[request_id] = None\n        claim.is_kept", "is_kept"),),
+        changes=(Edit(Claims.want, "users[request_id] = None\n        claim.address", "address"),),
         place=Explored(within(SHARED, 0), "RemoteEngine raises"),
     ),
     Mutant(

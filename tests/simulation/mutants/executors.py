@@ -790,7 +790,7 @@ KEEPER = (
         name="answers to nobody",
         row=59,
         broken="nobody is told of the leases that are gone",
-        changes=(Edit(LeaseKeeper._execute, "held=held, gone=gone)", "held=held, gone=())"),),
+        changes=(Edit(LeaseKeeper._execute, "held=held, gone=gone,", "held=held, gone=(),"),),
         place=level2("isolation"),
     ),
 )
