@@ -35,6 +35,9 @@ DATA = b"data: "
 """What the lines of a streamed answer begin with."""
 CONVERSATIONS_MAX = 100_000
 PREFILL_SECONDS_MAX = 120.0
+IDLE_SECONDS_MAX = 2.0
+"""vLLM closes a connection that was idle for five seconds (VLLM_HTTP_TIMEOUT_KEEP_ALIVE); one that is used just then
+fails. So it is closed here, well before."""
 
 _log = logging.getLogger("router")
 
@@ -49,7 +52,8 @@ class Router:
         self._conversations: OrderedDict[str, tuple[str, dict[str, Any]]] | None = None
         if keeps_conversations:
             self._conversations = OrderedDict()
-        self._http = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=IDLE_SECONDS_MAX)
+        self._http = httpx.AsyncClient(timeout=None, limits=limits)
 
     async def complete(self, request: Request) -> Response:
         """Any of the two calls of OpenAI's interface."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +54,21 @@ class Streamed(httpx.AsyncByteStream):
             yield chunk
 
 
-def call(body: dict[str, Any], engines: Engines, *, keeps_conversations: bool) -> bytes:
+IDLE_SECONDS = 3.0
+"""Clearly less than the five after which vLLM closes a connection (VLLM_HTTP_TIMEOUT_KEEP_ALIVE)."""
+
+
+def router_module() -> Any:
     spec = importlib.util.spec_from_file_location("example_router", ROUTER)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def call(body: dict[str, Any], engines: Engines, *, keeps_conversations: bool) -> bytes:
+    module = router_module()
     headers = [(b"x-conversation-id", b"one")]
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
     scope |= {"server": ("router", 80), "scheme": "http"}
@@ -110,3 +120,28 @@ def test_what_is_no_answer_of_an_engine_is_passed_on_as_it_is(content: bytes) ->
     engines = Engines()
     engines.answer = content
     assert call({"prompt": "a"}, engines, keeps_conversations=True) == content
+
+
+def test_no_call_is_sent_over_a_connection_that_an_engine_is_about_to_close() -> None:
+    """It would fail with a 502, and the engine has done nothing."""
+    connections = 0
+
+    async def serve(stream: trio.SocketStream) -> None:
+        nonlocal connections
+        connections += 1
+        async for _ in stream:
+            await stream.send_all(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+
+    async def test() -> None:
+        async with trio.open_nursery() as nursery:
+            (listener,) = await nursery.start(partial(trio.serve_tcp, serve, 0, host="127.0.0.1"))
+            port = listener.socket.getsockname()[1]
+            router = router_module().Router([], [], keeps_conversations=False)
+            async with router._http as http:
+                for idle_seconds in (0, IDLE_SECONDS, 0):
+                    await http.get(f"http://127.0.0.1:{port}/", timeout=10)
+                    await trio.sleep(idle_seconds)
+            nursery.cancel_scope.cancel()
+
+    trio.run(test)
+    assert connections == 2
