@@ -292,10 +292,13 @@ class Pulls:
             raise ParamsError(BadParams(field="remote_num_tokens", expected=expected, found=str(found)))
 
     def _check_prompt(self, remote: RemotePrefill, request: Request) -> None:
-        """Raise ParamsError for parameters that were given out for another prompt (`prefix_digest`). For which, a
-        built-in P does not say; it numbers no lease."""
+        """Raise ParamsError for parameters that were given out for another prompt (`prefix_digest`), or have lost what
+        says for which. A built-in P does not say it; it numbers no lease."""
         if remote.lease_number is None or not self._loads(request):
             return
+        if not remote.prefix_digests:
+            expected = "a digest of the prompt, as there is beside each lease_number"
+            raise ParamsError(BadParams(field="prefix_digests", expected=expected, found="nothing"))
         prompt = request.num_prompt_tokens
         # A digest of fewer tokens than are loaded shows nothing of the rest.
         said = {length: digest for length, digest in remote.prefix_digests if length <= prompt}

@@ -159,7 +159,7 @@ def completions(
 
 LIES: dict[str, tuple[Callable[[Params], Params], str, str]] = {
     "another prompt": (spoilt(prefix_digests=[[TOKENS, "0" * 32]]), "failed", "WrongPrompt"),
-    "no word of the prompt": (without("prefix_digests"), "failed", "WrongPrompt"),
+    "no word of the prompt": (without("prefix_digests"), "failed", "BadParams"),
     "another engine": (spoilt(remote_engine_id="somebody-else"), "failed", "WrongEngine"),
     "another lease": (spoilt(lease_number=1), "expired", "LeaseOver"),
     "other sizes": (spoilt(tp_size=2), "failed", "BadParams"),

@@ -24,7 +24,7 @@ from vllm.v1.request import Request, RequestStatus
 from connector.protocol import LocalPrefillsSeen, RejectPull, ReleaseUnread, StartPull
 from connector.scheduler.prefix_digest import prompt_digests
 from connector.versions import is_vllm_at_least
-from statemachine.failures import WrongPrompt
+from statemachine.failures import BadParams, WrongPrompt
 from tests.unit.adapter_files import save_adapter
 from tests.unit.hybrid_engine import (
     BLOCK_TOKENS,
@@ -91,6 +91,18 @@ def test_another_prompt_is_not(specs: list[KVCacheSpec], prompt: list[int]) -> N
     assert isinstance(told, RejectPull)
     assert told.failure.kind in ("WrongPrompt", "BadParams")
     assert isinstance(told.failure, WrongPrompt) or (len(prompt) < len(PROMPT) and len(specs) > 1)
+
+
+@FAMILIES
+@pytest.mark.parametrize("more", [[], list(range(600, 620))], ids=["the same", "longer"])
+def test_a_router_that_has_lost_the_digest_is_told_so(specs: list[KVCacheSpec], more: list[int]) -> None:
+    """And not that it has taken one prompt for another."""
+    params = lent(*specs)
+    del params["prefix_digests"]
+    told = asked(engine("d", *specs), [*PROMPT, *more], params)
+    assert isinstance(told, RejectPull)
+    assert isinstance(told.failure, BadParams)
+    assert told.failure.field == "prefix_digests"
 
 
 @FAMILIES
@@ -172,12 +184,9 @@ def test_the_turn_after_a_tool_has_answered_is_computed(specs: list[KVCacheSpec]
 
 @FAMILIES
 def test_a_longer_prompt_that_does_not_begin_with_it_is_refused(specs: list[KVCacheSpec]) -> None:
-    params = lent(*specs)
-    unknown = {key: value for key, value in params.items() if key != "prefix_digests"}
-    for prompt, said in (([999, *PROMPT[1:], *range(600, 620)], params), ([*PROMPT, *range(600, 620)], unknown)):
-        told = asked(engine("d", *specs), prompt, said)
-        assert isinstance(told, RejectPull)
-        assert told.failure.kind == "WrongPrompt"
+    told = asked(engine("d", *specs), [999, *PROMPT[1:], *range(600, 620)], lent(*specs))
+    assert isinstance(told, RejectPull)
+    assert told.failure.kind == "WrongPrompt"
 
 
 async def _turns(count: int) -> list[Any]:
