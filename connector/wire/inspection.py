@@ -12,7 +12,8 @@ so in `first`, and takes the place of all answers before it. No clock reading cr
 people.
 
 Both sides distrust the other: the worker decodes a question within bounds, the tool an answer. Fields of rows may be
-added; a tool ignores those that it does not know.
+added; a tool ignores those that it does not know. Kinds of rows may be added too: a worker that does not know a kind
+answers that it has none. Left without an answer, a newer tool would wait for it until its time is over.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ ROWS_BYTES_MAX = 1 << 20
 """The rows of an answer have at most so many bytes; the last row may go beyond that, by ROW_BYTES_MAX at most."""
 ROW_BYTES_MAX = 1 << 19
 ANSWER_BYTES_MAX = ROWS_BYTES_MAX + ROW_BYTES_MAX + 4096
+WHAT_LENGTH_MAX = 64
 MATCH_LENGTH_MAX = 512
 TEXT_LENGTH_MAX = 512
 """Characters of an id or a name in a row; longer ones are cut."""
@@ -62,6 +64,7 @@ class Inspect(msgspec.Struct, frozen=True, kw_only=True, tag="inspect"):
 
     Attributes:
         number: chosen by the tool; the answer repeats it.
+        what: one of `What`. A newer tool may know more kinds: of these there are no rows.
         match: only rows about requests one of whose ids contains this; empty: all. Not for `engine`; for `peers`, those
             whose engine id contains it.
         first: 0, or `next` of the answer before.
@@ -69,7 +72,7 @@ class Inspect(msgspec.Struct, frozen=True, kw_only=True, tag="inspect"):
     """
 
     number: Natural
-    what: What
+    what: Annotated[str, Meta(max_length=WHAT_LENGTH_MAX)]
     match: Annotated[str, Meta(max_length=MATCH_LENGTH_MAX)] = ""
     first: Natural = 0
     rows: Annotated[int, Meta(ge=1, le=ROWS_MAX)] = ROWS_MAX
@@ -459,7 +462,7 @@ class _Encoded(msgspec.Struct, frozen=True, kw_only=True, tag="inspected"):
     """`Inspected` with rows that are encoded already."""
 
     number: int
-    what: What
+    what: str
     wall: float
     total: int
     first: int

@@ -25,6 +25,7 @@ from connector.tools.cli.tables import tables
 from connector.tools.diagnosis import diagnose
 from connector.tools.explanation import explain, find, live_of
 from connector.tools.live import Question, Survey, opened_surveyor
+from connector.wire.control import decode_request, encode_request
 from connector.wire.inspection import (
     ROWS_MAX,
     WHATS,
@@ -377,6 +378,21 @@ def test_only_what_matches_is_shown_and_pages_are_followed() -> None:
             few = await asked(p, questions=(Question(what="records", match="lent-599", rows_max=1),))
             (row,) = few.engines[0].of(RecordRow)
             assert (row.record.subject, row.record.to_state) == ("lent-599", "held")
+
+    run(test)
+
+
+def test_a_newer_tool_is_told_that_there_are_no_rows_of_a_kind_that_came_later() -> None:
+    """Without an answer it would wait until its time is over, and tell of nothing that it was to ask afterwards."""
+
+    async def test() -> None:
+        async with engine("p", serves=True) as p:
+            p.lend("lent")
+            question = decode_request(encode_request(Inspect(number=7, what="added_later", match="lent")))
+            assert isinstance(question, Inspect)
+            (frame,) = await p.supervisor._inspector._answer(question, b"tool")
+            told = msgspec.msgpack.decode(frame)
+            assert (told["number"], told["what"], told["rows"], told["next"]) == (7, "added_later", [], None)
 
     run(test)
 

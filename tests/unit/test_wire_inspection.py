@@ -18,6 +18,7 @@ from connector.wire.inspection import (
     ROWS_BYTES_MAX,
     ROWS_MAX,
     TEXT_LENGTH_MAX,
+    WHAT_LENGTH_MAX,
     WHATS,
     AnswerBuilder,
     EngineCounts,
@@ -110,7 +111,7 @@ def test_an_answer_is_full_by_rows_or_by_bytes() -> None:
     "wrong",
     [
         {"number": -1},
-        {"what": "everything"},
+        {"what": "x" * (WHAT_LENGTH_MAX + 1)},
         {"what": None},
         {"match": "x" * (MATCH_LENGTH_MAX + 1)},
         {"match": b"x"},

@@ -456,7 +456,7 @@ class Scene(abc.ABC):
         with trio.move_on_after(seconds), contextlib.suppress(SideChannelError):  # or it has died
             link = await channel.open_link(rank.host, rank.control.port)
             for number, what in enumerate(whats):
-                link.send(encode_request(Inspect(number=number, what=what)))  # type: ignore[arg-type]
+                link.send(encode_request(Inspect(number=number, what=what)))
             while True:
                 await link.receive()
 
