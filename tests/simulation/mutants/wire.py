@@ -8,6 +8,8 @@ from typing import Any
 
 from connector import weights
 from connector.layout import verification
+from connector.ports.nixl_agent import core
+from connector.ports.nixl_agent.core import AgentCore
 from connector.runtime import handshake, lease_keeper, listener, peer_actor
 from connector.runtime.connections import Connections
 from connector.wire import bounded, control, identity, metadata, notifications
@@ -46,6 +48,10 @@ def _edit_late(function: str, before: str, after: str) -> Do:
 
 
 _HOSTILE = "tests/unit/test_wire_handshake.py::TestWhatAHostileReplyCosts::"
+_NEVER_LOADED = (
+    "tests/conformance/test_nixl_agent.py::TestRealNixlPort::"
+    "test_a_ucx_address_of_an_unknown_version_is_never_given_to_nixl"
+)
 _ORDER_ON_CPUS = "tests/unit/test_cpu_attention.py::"
 _FROM_GPUS = _ORDER_ON_CPUS + "test_what_is_read_from_gpus_is_as_the_kernel_would_have_written_it"
 
@@ -603,5 +609,23 @@ MUTANTS = (
         broken="a message may have a field many times, each with as many leases as one may name",
         changes=(Edit(bounded._fields, "len(fields) != announced", "False"),),
         place=ByTest("tests/unit/test_wire_control.py::test_a_field_that_is_there_twice_is_refused"),
+    ),
+    Mutant(
+        name="a newer UCX is loaded",
+        broken="an address of UCX of a version that this engine's does not know goes to NIXL, which ends the process",
+        changes=(Edit(AgentCore._require_known_version, "version > self._ucx_version_max", "False"),),
+        place=ByTest(_NEVER_LOADED),
+    ),
+    Mutant(
+        name="what NIXL would not write is loaded",
+        broken="the version of UCX's address is hidden by metadata that the port cannot read and NIXL can",
+        changes=(Edit(AgentCore._require_known_version, "not self._are_metadata_readable", "True"),),
+        place=ByTest(_NEVER_LOADED),
+    ),
+    Mutant(
+        name="memory of a type that nobody knows",
+        broken="metadata whose memory is of a type that NIXL does not know are given to it, which ends the process",
+        changes=(Edit(core._require_known_memory, "> MEMORY_TYPE_KNOWN", "> 1 << 64"),),
+        place=ByTest(_NEVER_LOADED),
     ),
 )
