@@ -20,6 +20,7 @@ Contract (each line is a test of the suite)
   `transport_lost` and not quiescent, new ones are refused with `transport_lost`, and so are notifications. Removing the
   agent and adding it again heals it.
 * Metadata that are refused cost nothing that is loaded, also when they name an agent that is.
+* Whose agent metadata are can be asked without loading them.
 * The port releases READs by itself. The handle of a READ that errored and is not quiescent is kept until its remote
   agent was removed, and then released; what NIXL refuses to release is kept until the port is closed.
 * Events are delivered in the order in which they became known, through the `on_event` callback, in the trio thread,
@@ -192,6 +193,10 @@ class NixlPort(Protocol):
     @property
     def agent_metadata(self) -> bytes:
         """What a peer passes to its `add_remote_agent`; includes the registered memory."""
+        ...
+
+    def agent_named_in(self, metadata: bytes) -> AgentName | None:
+        """Whose metadata these are; nothing is loaded. None: it cannot be made out."""
         ...
 
     def set_event_callback(self, on_event: Callable[[NixlEvent], None]) -> None:

@@ -11,7 +11,7 @@ by the scheduler's process, which ends after its workers. The agent of a process
 UCX keeps a socket of each attempt (docs/nixl.md fact 30). And whoever answers over a link says which agent is his: P
 may have been started again since it was asked, at the same ports, and UCX takes the agent of the process before for
 that of the new one where that listens at its port (fact 44). What that one has lent would be proven, and other memory
-read.
+read. So an agent of another name is not loaded.
 
 Sizes are facts of the engine. Rank (0, 0), which every engine has, is asked first: an engine with this connector says
 there how many ranks it has, and a request that says otherwise is refused. Of a built-in engine only the client says it;
@@ -380,12 +380,13 @@ async def _load(
     try:
         await _for_each(open_link, list(facts))
         for rank, reply in zip(ranks, replies, strict=True):
-            agent = await reads.load_agent(reply.metadata.agent_metadata, owner)
+            metadata, there = reply.metadata.agent_metadata, agents_there.get(rank, "")
+            _require_same_process(peer, there, reads.port.agent_named_in(metadata))
+            agent = await reads.load_agent(metadata, owner)
             if agent is None:
                 raise HandshakeError(PreviousReadsInFlight(peer=peer.engine_id, address=str(peer)))
             agents[rank] = agent
-            if agents_there.get(rank, "") not in ("", agent):
-                raise _refused(peer, "it was started again while it was asked")
+            _require_same_process(peer, there, agent)  # where only NIXL could make out the name
         for read in plan.reads:
             remote_list = await reads.port.prepare_remote(agents[read.remote_rank], read.remote_runs)
             remote_lists.append(remote_list)  # one by one: those before one that fails are taken back
@@ -423,6 +424,12 @@ async def _load(
         life=" ".join(sorted(agents.values())),
         owner=owner,
     )
+
+
+def _require_same_process(peer: PeerAddress, there: str, agent: AgentName | None) -> None:
+    """`there`: the agent of the process that answers for leases; empty: it does not say. None: nobody knows yet."""
+    if agent is not None and there not in ("", agent):
+        raise _refused(peer, "it was started again while it was asked")
 
 
 async def _open_link(

@@ -9,6 +9,7 @@ import trio
 
 from connector.config import ConnectorOptions
 from connector.machine import boot_id
+from connector.ports.nixl_agent import RealNixlPort
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.protocol import ReceiveEnded, WarmedUp
 from connector.runtime import context
@@ -260,7 +261,13 @@ def test_the_agent_of_the_process_before_is_not_read_while_the_new_one_answers_f
 ) -> None:
     """D stands still between the answer of a P and the link to it, and P is started again meanwhile, at the same ports.
     UCX takes the old agent for the new process where that listens at its port (docs/nixl.md fact 44)."""
-    payload = Engine.payload
+    payload, load, loaded = Engine.payload, RealNixlPort.add_remote_agent, []
+
+    async def noted_load(port: RealNixlPort, metadata: bytes) -> str:
+        loaded.append(port.agent_named_in(metadata))
+        return await load(port, metadata)
+
+    monkeypatch.setattr(RealNixlPort, "add_remote_agent", noted_load)
 
     async def test() -> None:
         async with engine("p") as after:
@@ -277,6 +284,7 @@ def test_the_agent_of_the_process_before_is_not_read_while_the_new_one_answers_f
                 ended = await until(lambda: d.received("a"))
                 assert isinstance(ended.failure, HandshakeRefused), ended.failure
                 assert "started again" in str(ended.failure)
+                assert loaded == []
                 await until(lambda: d.counts().remote_agents == 0)
             assert d.crashes == []
 

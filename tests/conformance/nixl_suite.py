@@ -656,6 +656,15 @@ class NixlPortSuite(ABC):
 
         self.run(scenario)
 
+    def test_whose_metadata_they_are_is_known_before_they_are_loaded(self) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            port, source = (await new_reader(world)).port, await world.open_port(whole(new_memory()[0]))
+            assert port.agent_named_in(source.agent_metadata) == source.agent_name
+            assert port.agent_named_in(b"nonsense") is None
+            assert port.counts().remote_agents == 0
+
+        self.run(scenario)
+
     def test_lists_of_memory_that_is_not_registered_are_refused(self) -> None:
         async def scenario(world: NixlWorld) -> None:
             reader, source, _, memory = await reader_and_source(world)

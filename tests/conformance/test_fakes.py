@@ -101,16 +101,19 @@ class FakeWorld(NixlWorld):
     ) -> NixlPort:
         return self._open(ranges, agent_name, inline=self._reads_inline and not stepwise)
 
-    def _open(self, ranges: Sequence[MemoryRange], agent_name: AgentName | None, *, inline: bool) -> FakeNixlPort:
+    def _open(
+        self, ranges: Sequence[MemoryRange], agent_name: AgentName | None, *, inline: bool, place: str | None = None
+    ) -> FakeNixlPort:
         name = agent_name or f"agent {next(self._numbers)}"
-        return self.nixl.open(name, ranges, BootClock().now_ns, reads_inline=inline)
+        return self.nixl.open(name, ranges, BootClock().now_ns, reads_inline=inline, place=place)
 
-    async def open_peer(self, *, stepwise: bool) -> Peer:
+    async def open_peer(self, *, stepwise: bool, place: str | None = None) -> Peer:
         memory, run = new_memory()
         for block in range(BLOCKS):
             memory[block] = np.frombuffer(pattern(block), dtype=np.uint8)
         self._memories.append(memory)
-        peer = FakePeer(self._open(whole(memory), None, inline=self._reads_inline and not stepwise))
+        inline = self._reads_inline and not stepwise
+        peer = FakePeer(self._open(whole(memory), None, inline=inline, place=place))
         peer.metadata, peer.run = peer.port.agent_metadata, run
         return peer
 
@@ -181,6 +184,25 @@ class TestFakeNixlOverANetwork(FakeNixlSuite):
             assert reader.holds(range(BLOCKS), range(BLOCKS))
             assert list(world.nixl.reads_in_flight()) == []
             assert await peer.notifications() == []
+
+        self.run(scenario)
+
+    def test_an_agent_that_is_loaded_in_another_process_brings_other_memory_of_that_one(self) -> None:
+        """And notifications to it arrive there. As with real agents: docs/nixl.md fact 44."""
+
+        async def scenario(world: NixlWorld) -> None:
+            assert isinstance(world, FakeWorld)
+            size, place = BLOCKS * BLOCK_BYTES, "a place"
+            at = (5 * BLOCK_BYTES + size // 2) % (size - BLOCK_BYTES + 1)
+            reader, before = await new_reader(world), await world.open_peer(stepwise=True, place=place)
+            await before.kill()
+            after = await world.open_peer(stepwise=True, place=place)
+            await reader.connect(before.metadata, before.run)
+            await reader.recorder.done(await reader.post([3], [5]))
+            assert bytes(reader.memory[3]) == b"".join(map(pattern, range(BLOCKS)))[at : at + BLOCK_BYTES]
+            await reader.port.send_notification(reader.peer_name, b"hello")
+            await trio.sleep(1)
+            assert await after.notifications() == [(reader.port.agent_name, b"hello")]
 
         self.run(scenario)
 

@@ -176,6 +176,7 @@ class Cluster(ABC, Generic[P, D]):
         return engines * (len(WRONG_TP_SIZES) if misdirects else 1)
 
     def result(self, real_seconds: float, transitions: Counter[TransitionKey]) -> Result:
+        self._oracles.coverage["an agent of an ended process was loaded in another"] += self._around.nixl.mistaken
         # What stands in the trace must be what the machines allow, as for a trace of real engines.
         not_allowed = [
             Violation(oracle="trace", detail=str(finding), at_seconds=self._seconds)

@@ -21,6 +21,8 @@ What it takes over from real agents (measured on NIXL 1.5.1 over UCX)
 * a list that was prepared before its agent was removed is of no use after the agent was added again;
 * an agent that NIXL forgets by itself: what was posted to it goes on, what is asked of it raises;
 * adding the same agent with other metadata is refused, adding it again is not;
+* the agent of a process that has ended is loaded, and read from, in another one that was opened at the same place
+  since (`FakeNixlWorld.open`): what that one has at these addresses is other memory;
 * notifications of one sender keep their order.
 
 Not modelled: what NIXL refuses to release, names that are not UTF-8.
@@ -141,6 +143,8 @@ class _Connection:
     owner: FakeNixlPort
     target: FakeNixlPort
     metadata: bytes
+    named: FakeNixlPort
+    """Whose metadata these are: not `target` where another process listens at its place."""
     is_broken: bool = False
     is_removed: bool = False
     is_forgotten: bool = False
@@ -206,8 +210,11 @@ class FakeNixlWorld:
         """Told in words of what a real agent would not forgive."""
         self._ports: dict[int, FakeNixlPort] = {}
         self._opened = 0
+        self._at_place: dict[str, FakeNixlPort] = {}
         self.lies = 0
         """READs that have ended well and left something wrong."""
+        self.mistaken = 0
+        """Agents of a process that had ended which were loaded in another one."""
         self._reads: dict[FlyingRead, None] = {}
         self._arrivals: dict[tuple[AgentName, AgentName], float] = {}
 
@@ -218,11 +225,20 @@ class FakeNixlWorld:
         now_ns: Callable[[], int],
         *,
         reads_inline: bool = False,
+        place: str | None = None,
     ) -> FakeNixlPort:
-        """Make an agent and register `ranges`, whose memory must outlive the world. `now_ns`: its process's clock."""
+        """Make an agent and register `ranges`, whose memory must outlive the world.
+
+        Args:
+            now_ns: its process's clock.
+            place: the address and the port at which it is connected to, once those that were there before have ended.
+                None: nobody else's, ever.
+        """
         self._opened += 1
-        port = FakeNixlPort(self, agent_name, ranges, now_ns, self._opened, reads_inline=reads_inline)
+        port = FakeNixlPort(self, agent_name, ranges, now_ns, self._opened, reads_inline=reads_inline, place=place)
         self._ports[self._opened] = port
+        if place is not None:
+            self._at_place[place] = port
         return port
 
     def reads_in_flight(self) -> Iterable[FlyingRead]:
@@ -231,6 +247,14 @@ class FakeNixlWorld:
 
     def instance(self, number: int) -> FakeNixlPort | None:
         return self._ports.get(number)
+
+    def who_answers_for(self, named: FakeNixlPort) -> FakeNixlPort:
+        """Whom one comes to who connects to this agent: where it has ended, whoever listens at its place now."""
+        there = self._at_place.get(named.place or "", named)
+        if not named.may_be_recalled or there.may_be_recalled:
+            return named
+        self.mistaken += 1
+        return there
 
     def forget_the_dead(self) -> None:
         """In a run that goes on, when nothing is under way: nobody meets them any more."""
@@ -433,10 +457,12 @@ class FakeNixlPort:
         instance: int,
         *,
         reads_inline: bool,
+        place: str | None,
     ) -> None:
         self._world = world
         self._agent_name = agent_name
         self._ranges = [(each.address, each.length_bytes, each.memory_kind) for each in ranges]
+        self.place = place
         self._now_ns = now_ns
         self._metadata = msgspec.msgpack.encode(
             _Metadata(_METADATA_MARK, agent_name, instance, self._ranges, _METADATA_MARK)
@@ -529,7 +555,14 @@ class FakeNixlPort:
 
     def agents_of_the_dead(self) -> list[AgentName]:
         """Agents that are loaded, and whose process is gone."""
-        return [name for name, connection in self._agents.items() if connection.target.may_be_recalled]
+        return [name for name, connection in self._agents.items() if connection.named.may_be_recalled]
+
+    def elsewhere(
+        self, named: FakeNixlPort, addresses: npt.NDArray[np.int64], length_bytes: int
+    ) -> npt.NDArray[np.int64]:
+        """What this process has at addresses of another one: other memory than what was there."""
+        (there, _, _), (here, size, _) = named._ranges[0], self._ranges[0]
+        return here + (addresses - there + size // 2) % (size - length_bytes + 1)
 
     # --- the port ---------------------------------------------------------------------------------------------------
 
@@ -544,6 +577,12 @@ class FakeNixlPort:
     def set_event_callback(self, on_event: Callable[[NixlEvent], None]) -> None:
         self._on_event = on_event
         self._world.agenda.after(0.0, self._announce)
+
+    def agent_named_in(self, metadata: bytes) -> AgentName | None:
+        try:
+            return msgspec.msgpack.decode(metadata, type=_Metadata).name
+        except msgspec.DecodeError:
+            return None
 
     async def add_remote_agent(self, metadata: bytes) -> AgentName:
         await self._turn()
@@ -560,7 +599,8 @@ class FakeNixlPort:
         if known is not None and known.metadata != metadata:
             raise NixlCallFailed("add_remote_agent", NOT_ALLOWED)
         if known is None:
-            connection = _Connection(self, target, metadata)
+            named, target = target, self._world.who_answers_for(target)
+            connection = _Connection(self, target, metadata, named)
             self._agents[said.name] = connection
             self._connections.append(connection)
             if target.may_be_recalled:
@@ -602,6 +642,9 @@ class FakeNixlPort:
             raise NixlCallFailed(operation, NOT_FOUND)
         addresses = [run.address + run.stride_bytes * np.arange(run.count, dtype=np.int64) for run in runs]
         lengths = [np.full(run.count, run.length_bytes, np.int64) for run in runs]
+        if connection is not None and connection.target is not connection.named:
+            longest = max(run.length_bytes for run in runs)
+            addresses = [connection.target.elsewhere(connection.named, each, longest) for each in addresses]
         handle = next(self._handles)
         self._lists[handle] = _PreparedList(connection, np.concatenate(addresses), np.concatenate(lengths))
         return handle

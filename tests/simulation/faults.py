@@ -85,6 +85,8 @@ class Kind(enum.Enum):
 
     SLEEP = "sleep"
 
+    PORTS_KEPT = "ports_kept"
+
 
 WORKLOAD_KINDS = frozenset(
     {
@@ -94,12 +96,14 @@ WORKLOAD_KINDS = frozenset(
         Kind.TWO_HOLDERS,
         Kind.WRONG_SIZES,
         Kind.KNOWN_PEER,
+        Kind.PORTS_KEPT,
     }
 )
 """No faults but unusual use, which must disturb nobody: requests that wait in the queue of a decode engine, a router
 that sends a prompt once more with the parameters of before, prompts of a prefill engine that an engine of two ranks
 takes over, prompts whose samples two decode engines read, requests that name other sizes than those of the prefill
-engine, prefill engines that a decode engine is to meet before a request needs them."""
+engine, prefill engines that a decode engine is to meet before a request needs them, prefill engines that have the same
+ports in all their lives, also that of UCX, which takes the agent of one life for that of another then."""
 HARMLESS_KINDS = WORKLOAD_KINDS | {Kind.CLOCK_SLEW, Kind.WALL_CLOCK_JUMP, Kind.FLOOD}
 """What must not be felt: those, clocks that run at different rates or jump, and strangers that send without end."""
 LOSSY_KINDS = frozenset(
@@ -137,6 +141,7 @@ LEVEL2_ONLY = frozenset(
         Kind.DRAIN,
         Kind.FLOOD,
         Kind.KNOWN_PEER,
+        Kind.PORTS_KEPT,
     }
 )
 """What there is nothing of at the level of the bare cores: frames, ports, and actors other than those of peers."""
@@ -180,7 +185,17 @@ DECODE_LINK_KINDS = (
 """METADATA_DROPPED: NIXL forgets agents that were loaded. READ_LIES: a READ is complete, and what it has left is wrong;
 all engines verify then. KNOWN_PEER: from the start by an option of the decode engine, later by a message to the life
 that it has then. Links from a decode engine to a prefill engine."""
-DRAWN_APART = frozenset({Kind.METADATA_DROPPED, Kind.DRAIN, Kind.FLOOD, Kind.READ_LIES, Kind.KNOWN_PEER, Kind.SLEEP})
+DRAWN_APART = frozenset(
+    {
+        Kind.METADATA_DROPPED,
+        Kind.DRAIN,
+        Kind.FLOOD,
+        Kind.READ_LIES,
+        Kind.KNOWN_PEER,
+        Kind.SLEEP,
+        Kind.PORTS_KEPT,
+    }
+)
 """Kinds that are drawn by generators of their own, so that the plans of all other seeds stay what they were."""
 PREFILL_KINDS = (
     Kind.CRASH_NEW_ID,
@@ -192,6 +207,7 @@ PREFILL_KINDS = (
     Kind.HANDSHAKE_REFUSED,
     Kind.DRAIN,
     Kind.FLOOD,
+    Kind.PORTS_KEPT,
 )
 """DRAIN: it is to end, says so, ends when it has drained, and is started again; at level vllm, where a decode engine
 lends too, one of those as well. INCOMPATIBLE: it is replaced by an engine of another model for a while."""
@@ -261,6 +277,9 @@ KNOWN_BY_OPTION_SHARE = 0.7
 SLEEP_SHARE = 0.2
 SLEEP_SECONDS_MIN = 0.5
 """An engine does not fall asleep before nothing is lent any more."""
+PORTS_KEPT_SHARE = 0.2
+RESTARTS_AT_MEETINGS_SHARE = 0.5
+"""How many of those have engines that are started again while they are met."""
 SKEWED_SHARE = 0.06
 """How many seeds have faults that would hardly ever meet by themselves."""
 
@@ -442,7 +461,43 @@ def draw_plan(seed: int, kinds: Sequence[Kind] = LEVEL2_KINDS) -> Plan:
         of_sleep = generator(seed, "sleep")
         if of_sleep.random() < SLEEP_SHARE:
             faults += [draw_fault(Kind.SLEEP, shape, of_sleep) for _ in range(of_sleep.randint(1, 3))]
+    if Kind.PORTS_KEPT in kinds:
+        of_ports = generator(seed, "kept ports")
+        if of_ports.random() < PORTS_KEPT_SHARE:
+            faults += _kept_ports(shape, of_ports)
     return Plan(seed=seed, faults=sorted(faults, key=lambda fault: fault.at_seconds))
+
+
+def _kept_ports(shape: Shape, chance: random.Random) -> list[Fault]:
+    """All prefill engines keep their ports; perhaps one is started again several times, while who meets it hears of it
+    late."""
+    faults = [
+        Fault(kind=Kind.PORTS_KEPT, target=each, at_seconds=0.0, duration_seconds=shape.safety_seconds)
+        for each in shape.prefill_names
+    ]
+    if chance.random() >= RESTARTS_AT_MEETINGS_SHARE:
+        return faults
+    prefill, seconds = chance.choice(shape.prefill_names), shape.safety_seconds * 0.6
+    faults += [
+        Fault(
+            kind=Kind.MESSAGE_DELAY,
+            target=f"{decode}>{prefill}",
+            at_seconds=0.0,
+            duration_seconds=round(seconds, 3),
+            probability=0.5,
+        )
+        for decode in shape.decode_names
+    ]
+    faults += [
+        Fault(
+            kind=Kind.CRASH_SAME_ID,
+            target=prefill,
+            at_seconds=round(chance.uniform(0.1, seconds), 3),
+            duration_seconds=0.05,
+        )
+        for _ in range(chance.randint(2, 5))
+    ]
+    return faults
 
 
 def _known_peers(shape: Shape, chance: random.Random) -> list[Fault]:

@@ -148,6 +148,8 @@ class Inflictor:
                 await self._break_ports(self._engine(fault.target), fault)
             case Kind.KNOWN_PEER:
                 self._name_peer(fault)
+            case Kind.PORTS_KEPT:
+                self._strike(fault)  # engines look it up when they start
             case Kind.GARBAGE:
                 await self._send_garbage(fault)
             case Kind.FLOOD:

@@ -66,6 +66,8 @@ NOTHING_LEFT = PortCounts(0, 0, 0, 1)
 """What the port of a rank has that has stopped: its own memory."""
 PORT = 5600
 """Of all side channels."""
+CONTROL_PORT = 5601
+"""Of the control sockets of engines that have the same ports in all their lives."""
 GRACE_LEASES = 2
 """How many lease times a grace period lasts."""
 DESCRIPTORS_AHEAD_MAX = 8
@@ -266,11 +268,19 @@ class Rank:
         self._scope = trio.CancelScope()
         name = f"{engine.name}.{tp_rank}"
         ranges = [MemoryRange(memory.address, memory.flat.nbytes)]
-        self.port = around.nixl.open(f"{name}.{process.life}", ranges, clock.now_ns, reads_inline=around.reads_inline)
+        keeps_ports = around.faults.is_planned(Kind.PORTS_KEPT, engine.name)
+        self.port = around.nixl.open(
+            f"{name}.{process.life}",
+            ranges,
+            clock.now_ns,
+            reads_inline=around.reads_inline,
+            place=name if keeps_ports else None,
+        )
         word_bytes = WORD_BYTES // 2 if process.variant is Variant.OTHER_BLOCKS else WORD_BYTES
         shapes = memory.shapes(word_bytes=word_bytes)
         side_channel = FakeSideChannel(around.network, name)
-        self.control = side_channel.listen(name, 0, frame_bytes_max=control.REQUEST_BYTES_MAX)
+        control_port = CONTROL_PORT if keeps_ports else 0
+        self.control = side_channel.listen(name, control_port, frame_bytes_max=control.REQUEST_BYTES_MAX)
         self.control.on_arrival = self._overhear
         self.host = name
         self._tp_size = process.shape.tp_size

@@ -51,6 +51,7 @@ from connector.ports.nixl import (
 from connector.ports.nixl_agent import listeners
 from connector.ports.nixl_agent.calls import Call, CallRefused, Outgoing, ReadOrdered, ThreadEnded
 from connector.ports.nixl_agent.core import AgentCore, Scratch
+from connector.ports.nixl_agent.metadata import agent_named_in
 from connector.ports.nixl_agent.other_back_ends import OtherBackEndCore
 from connector.ports.nixl_agent.thread import AgentThread
 from connector.thread_mailbox import ThreadMailbox
@@ -153,6 +154,9 @@ class RealNixlPort:
     @property
     def agent_metadata(self) -> bytes:
         return self._core.metadata
+
+    def agent_named_in(self, metadata: bytes) -> AgentName | None:
+        return agent_named_in(metadata)
 
     def set_event_callback(self, on_event: Callable[[NixlEvent], None]) -> None:
         self._attach()

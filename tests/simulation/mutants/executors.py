@@ -53,6 +53,14 @@ BAD_PARAMS = (fault(Kind.BAD_PARAMS, "d0", 0.0, 4.0),)
 WRONG_SIZES = tuple(fault(Kind.WRONG_SIZES, f"d{number}", 0.0, 4.0, 0.5) for number in range(3))
 WORKER_STOPS = (fault(Kind.WORKER_STOPS, "p0", 1.0, 0.1),)
 REFUSED = (fault(Kind.PREPARE_REFUSED, "d0>p0", 0.0, 1.0),)
+COMINGS_AND_GOINGS = "tests/actors/test_comings_and_goings.py"
+OF_THE_PROCESS_BEFORE = "test_the_agent_of_the_process_before_is_not_read_while_the_new_one_answers_for_leases"
+RESTARTED_AT_MEETINGS = (
+    fault(Kind.PORTS_KEPT, "p0", 0.0, 8.0),
+    *(fault(Kind.MESSAGE_DELAY, f"d{number}>p0", 0.0, 8.0, 0.5) for number in range(3)),
+    *(fault(Kind.CRASH_SAME_ID, "p0", at, 0.05) for at in (0.7, 1.3, 1.9, 2.5, 3.1, 3.7)),
+)
+"""While P is met it is started again, at the same ports."""
 RESETS = (fault(Kind.LINK_RESET, "d0>p0", 0.5, 4.0),)
 ERRS_EARLY = (fault(Kind.READ_ERRS_EARLY, "d0>p0", 0.2, 6.0, 0.5),)
 FULL_QUARANTINE = (fault(Kind.FULL_QUARANTINE, "d0", 0.5, 4.0, 0.1),)
@@ -667,6 +675,26 @@ HANDSHAKE = (
         place=ByTest(
             "tests/unit/test_handshake_answers.py::test_a_control_socket_that_answers_something_else_is_refused"
         ),
+    ),
+    Mutant(
+        name="the process that answers may be another one",
+        row=48,
+        broken="it is not looked whether the process that answers for leases is that of the agent",
+        changes=(Edit(handshake._require_same_process, 'there not in ("", agent)', "False"),),
+        place=level2("bytes", *RESTARTED_AT_MEETINGS),
+    ),
+    Mutant(
+        name="looked at when it is loaded",
+        row=48,
+        broken="the agent of a process that has ended is loaded in the one at its place, and then refused",
+        changes=(
+            Edit(
+                handshake._load,
+                "_require_same_process(peer, there, reads.port.agent_named_in(metadata))",
+                "pass",
+            ),
+        ),
+        place=ByTest(f"{COMINGS_AND_GOINGS}::{OF_THE_PROCESS_BEFORE}"),
     ),
     Mutant(
         name="handshakes wait for ever",
