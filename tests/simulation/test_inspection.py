@@ -41,7 +41,7 @@ NO_QUESTIONS = (
     b"\xc1",
     b"\x81\xa4type\xa7inspect",
     b"\x83\xa4type\xa7inspect\xa6number\xff\xa4what\xa6leases",
-    b"\x83\xa4type\xa7inspect\xa6number\x01\xa4what\xa4life",
+    b"\x83\xa4type\xa7inspect\xa6number\x01\xa4what\x04",
     bytes(3000),
 )
 

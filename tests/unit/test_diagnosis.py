@@ -666,7 +666,7 @@ def test_a_trace_that_is_interrupted_is_said_with_the_file_the_error_and_what_to
     assert finding.what.startswith(
         f"d: its trace is interrupted until it can be written ({said}): 12 record(s) are missing"
     )
-    assert finding.advice.startswith("free space, raise the limit of open files")
+    assert finding.advice.startswith("free space, make the directory again, raise the limit of open files")
     (finding,) = found(replace(healthy, ranks=(healthy.ranks[0], interrupted)), check="traces")
     assert "is interrupted on 1 of 2 ranks" in finding.what
     assert "24 record(s)" in finding.what

@@ -221,7 +221,7 @@ def test_what_comes_while_the_trace_is_interrupted_counts(tmp_path: Path, caplog
     assert sum(missing) == writer.missing == 101
     (said,) = [each for each in caplog.messages if "is interrupted" in each]
     assert "so does the trace once it can be written" in said
-    assert "; what to do: free space, raise" in said
+    assert "; what to do: free space, make the directory again" in said
 
 
 def test_a_trace_goes_on_by_itself(
