@@ -263,7 +263,8 @@ class Oracles:
     # --- prefill ----------------------------------------------------------------------------------------------------
 
     def lease_ended(self, prompt: Prompt, rank: int, now_local_ns: int, *, is_expired: bool, is_delayed: bool) -> None:
-        """Of one of our engines; judged by what has reached it. `is_delayed`: the engine stood still until now."""
+        """Of one of our engines; judged by what has reached it. `is_delayed`: the engine stood still until now, or
+        takes in what it was sent meanwhile."""
         what = f"rank {rank} freed {prompt.request_id}"
         if not is_expired:
             holders = prompt.holders[rank]

@@ -555,7 +555,8 @@ class PrefillRank(Executor):
     def _free_blocks(self, effect: core.FreeBlocks) -> None:
         prompt = self.life.prompts[effect.lease]
         now_ns = self._clock.local_ns(self._heap.now_ns)
-        is_delayed = self.closed_until_ns == self._heap.now_ns
+        stood_still_until_ns = self._clock.local_ns(self.closed_until_ns)
+        is_delayed = 0 <= now_ns - stood_still_until_ns <= self.world.cluster.lending.standstill_ns
         self.world.oracles.lease_ended(prompt, self.number, now_ns, is_expired=effect.expired, is_delayed=is_delayed)
         self.life.hear_end(prompt, self.number, is_expired=effect.expired)
 
