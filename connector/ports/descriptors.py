@@ -37,7 +37,7 @@ def require_descriptors(count: int) -> None:
 def is_descriptor_left() -> bool:
     """At this moment."""
     try:
-        os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
-    except OSError as error:
-        return error.errno not in NONE_LEFT
+        require_descriptors(1)
+    except TooFewDescriptors:
+        return False
     return True

@@ -110,8 +110,7 @@ class Claim:
             for each in self.holds
         )
         # When it was heard of matters until a built-in engine is met, and only for the length of a lease.
-        age_ns = min(now_ns - self.heard_ns, lease_ns)
-        age_ns = age_ns if not self.holds else 0
+        age_ns = min(now_ns - self.heard_ns, lease_ns) if not self.holds else 0
         return (self.lease, self.address, frozenset(self.users), self.is_kept, holds, age_ns)
 
 
