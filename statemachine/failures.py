@@ -128,6 +128,20 @@ class ReadNeverEnded(PeerFailure, frozen=True, kw_only=True):
         )
 
 
+class FirstReadNeverEnded(PeerFailure, frozen=True, kw_only=True):
+    """Nothing could be read from a worker of this peer within the deadline of one attempt, although it answers. No
+    request's blocks are involved."""
+
+    worker: str
+    timeout_seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"prefill engine {self.peer} at {self.address} answers, and nothing could be read from its worker "
+            f"{self.worker} within {self.timeout_seconds:g} s"
+        )
+
+
 class HandshakeMalformed(PeerFailure, frozen=True, kw_only=True):
     """Something else listens there, or the reply could not be decoded within the bounds of the wire format."""
 

@@ -61,6 +61,10 @@ WHAT_TO_DO: dict[str, str] = {
         "see whether that engine runs or hangs, and whether VLLM_NIXL_SIDE_CHANNEL_HOST on it names an address that "
         "can be reached from here"
     ),
+    "FirstReadNeverEnded": (
+        "see whether a firewall closes ports of UCX (UCX_TCP_PORT_RANGE) in one direction, or UCX of either engine has "
+        "chosen a network that does not lead to the other (UCX_NET_DEVICES); else, whether that worker hangs"
+    ),
     "HandshakeMalformed": (
         "check that the port is that of a side channel and not of another server, and the versions; does the log of "
         "that engine say that it has shut this address out?"

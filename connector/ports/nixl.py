@@ -21,6 +21,7 @@ Contract (each line is a test of the suite)
   agent and adding it again heals it.
 * Metadata that are refused cost nothing that is loaded, also when they name an agent that is.
 * Whose agent metadata are can be asked without loading them.
+* A peer that is reached is the process that answered: what comes to listen at its place later is not read.
 * The port releases READs by itself. The handle of a READ that errored and is not quiescent is kept until its remote
   agent was removed, and then released; what NIXL refuses to release is kept until the port is closed.
 * Events are delivered in the order in which they became known, through the `on_event` callback, in the trio thread,
@@ -221,6 +222,11 @@ class NixlPort(Protocol):
 
     async def prepare_remote(self, agent: AgentName, runs: Sequence[MemoryRun]) -> DescriptorListHandle:
         """The same for a peer's memory. Raises NixlCallFailed for memory that the peer did not register."""
+        ...
+
+    async def reach(self, agent: AgentName) -> None:
+        """Wait until something was read from a peer, after its first list was prepared. Raises NixlCallFailed when that
+        fails. Not bounded: a peer that hangs, or whose packets are dropped, is not reached."""
         ...
 
     async def release_descriptor_list(self, handle: DescriptorListHandle) -> None: ...

@@ -2,16 +2,20 @@
 
 The partners of a rank are those ranks of the engine that `partners` names, in each pipeline stage. `connect` asks the
 side channel about all of them, plans the reads, opens a link to each rank's control socket, over which an empty hold
-has to be answered, loads the agents, and prepares the descriptors. Everything is validated before anything is loaded;
-whatever was loaded is taken back when a later step fails or the attempt is cancelled. So an attempt ends in a
-`Connection` to all of these ranks, or without a trace.
+has to be answered, loads the agents, prepares the descriptors, and waits until something was read from each. Everything
+is validated before anything is loaded; whatever was loaded is taken back when a later step fails or the attempt is
+cancelled. So an attempt ends in a `Connection` to all of these ranks, or without a trace.
 
 The links come first because each shows that the process of its rank lives. The side channel does not: it is answered
-by the scheduler's process, which ends after its workers. The agent of a process that has ended must not be loaded, for
-UCX keeps a socket of each attempt (docs/nixl.md fact 30). And whoever answers over a link says which agent is his: P
-may have been started again since it was asked, at the same ports, and UCX takes the agent of the process before for
-that of the new one where that listens at its port (fact 44). What that one has lent would be proven, and other memory
-read. So an agent of another name is not loaded.
+by the scheduler's process, which ends after its workers. The agent of a process that has ended should not be loaded:
+UCX as it comes keeps a socket of each attempt (docs/nixl.md fact 30). And whoever answers over a link says which agent
+is his: P may have been started again since it was asked, at the same ports, and UCX takes the agent of the process
+before for that of the new one where that listens at its port (fact 44). What that one has lent would be proven, and
+other memory read. So an agent of another name is not loaded.
+
+The first READ is waited for so that this holds from then on: the connection belongs to one process, and what is asked
+over the links later is asked of the same one, or of nobody. And where nothing can be read, because a firewall drops
+what goes to the ports of UCX, no request's blocks have to wait for the end of its READs.
 
 Sizes are facts of the engine. Rank (0, 0), which every engine has, is asked first: an engine with this connector says
 there how many ranks it has, and a request that says otherwise is refused. Of a built-in engine only the client says it;
@@ -60,6 +64,7 @@ from statemachine.failures import (
     BadParams,
     ControlLinkLost,
     Failure,
+    FirstReadNeverEnded,
     HandshakeRefused,
     HandshakeTimeout,
     Incompatible,
@@ -156,7 +161,7 @@ async def connect(context: ActorContext, peer: PeerAddress, owner: AgentOwner) -
     except (NixlCallFailed, PortClosed) as error:
         if isinstance(error, NixlCallFailed) and error.no_descriptor_left:
             raise HandshakeError(NoDescriptorLeft(peer=peer.engine_id, address=str(peer))) from error
-        # UCX connects over tcp while NIXL loads an agent (docs/nixl.md fact 30).
+        # UCX connects over tcp while NIXL loads an agent or reads for the first time (docs/nixl.md fact 30).
         found = f"NIXL of this engine could not connect to P's UCX port, or refused its metadata: {error}"
         raise _refused(peer, found) from error
 
@@ -390,6 +395,7 @@ async def _load(
         for read in plan.reads:
             remote_list = await reads.port.prepare_remote(agents[read.remote_rank], read.remote_runs)
             remote_lists.append(remote_list)  # one by one: those before one that fails are taken back
+        await _reach(context, peer, agents)
         if any(map(reads.is_lost, agents.values())):
             raise _refused(peer, "another connection to it has failed meanwhile")
         for said in facts.values():
@@ -423,6 +429,19 @@ async def _load(
         is_builtin=not facts,
         life=" ".join(sorted(agents.values())),
         owner=owner,
+    )
+
+
+async def _reach(context: ActorContext, peer: PeerAddress, agents: Mapping[RankId, AgentName]) -> None:
+    """Wait for the first READ from each. Raises HandshakeError, NixlCallFailed."""
+    timeout_seconds, worker = context.options.handshake_timeout_seconds, ""
+    with trio.move_on_after(timeout_seconds):
+        for rank, agent in agents.items():
+            worker = worker_name(*rank)
+            await context.reads.port.reach(agent)
+        return
+    raise HandshakeError(
+        FirstReadNeverEnded(peer=peer.engine_id, address=str(peer), worker=worker, timeout_seconds=timeout_seconds)
     )
 
 

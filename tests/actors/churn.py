@@ -1,7 +1,6 @@
 """Peers that come and go: one decode engine meets hundreds of prefill engines, each for one READ, and what it keeps of
 them is counted and judged. `python -m tests.actors.churn --peers 1000` prints the figures; its exit status is 1 when
-something was left. With `--tcp` everything goes over TCP, where UCX keeps a socket of each attempt at the agent of a
-process that has ended (docs/nixl.md fact 30): the connector must make no such attempt.
+something was left. With `--tcp` everything goes over TCP.
 
 The decode engine is this process: the production actors, a real NIXL agent, real ZMQ sockets. The prefill engines are
 the same, several to a process, and the processes are forked from one that has imported NIXL, which takes seconds. How

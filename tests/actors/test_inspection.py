@@ -94,7 +94,12 @@ def test_a_request_that_was_served_is_shown_on_both_sides() -> None:
                 machine: [row.record.to_state for row in reversed(side.of(RecordRow)) if row.record.machine == machine]
                 for side, machine in ((of_d, "request"), (of_d, "hold"), (of_p, "lease"))
             }
-            assert paths["request"] == ["pending_handshake", "reading", "done"]
+            # The bytes may be here before the answer that P keeps the blocks.
+            assert [state for state in paths["request"] if state != "proving"] == [
+                "pending_handshake",
+                "reading",
+                "done",
+            ]
             assert paths["hold"][-1] == "released"
             assert paths["lease"] == ["computing", "held", "done"]
 

@@ -731,6 +731,30 @@ def test_name_server_that_does_not_answer_is_not_the_engine_s_fault() -> None:
         run(test)
 
 
+def test_an_engine_that_answers_and_cannot_be_read_ends_nothing_but_its_own_handshakes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where a firewall drops what goes to the ports of UCX: no block waits for the end of a READ."""
+
+    async def never(port: RealNixlPort, agent: AgentName) -> None:
+        await trio.sleep_forever()
+
+    async def test() -> None:
+        options = ConnectorOptions(handshake_timeout_seconds=0.5)
+        async with engine("p", serves=True) as p, engine("d", options=options) as d:
+            with monkeypatch.context() as patched:
+                patched.setattr(RealNixlPort, "reach", never)
+                d.pull("a", p, [1], [1])
+                failure = await failure_of(d, "a")
+                assert failure.kind == "FirstReadNeverEnded"
+                assert "answers, and nothing could be read from its worker PP 0 TP 0 within 0.5 s" in str(failure)
+                await until(lambda: d.counts().remote_agents == 0)
+                assert d.counts().reads == 0
+            await is_served_again(d, p)
+
+    run(test)
+
+
 def test_engine_that_stood_still_itself_blames_no_name_server(monkeypatch: pytest.MonkeyPatch) -> None:
     found = HostNames.address
 
@@ -934,8 +958,7 @@ def test_half_a_handshake_leaves_nothing() -> None:
 
 
 def test_the_agent_of_a_rank_that_has_ended_is_never_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The listener answers for it still: it is in the scheduler's process. UCX would keep a socket of each attempt
-    (docs/nixl.md fact 30)."""
+    """The listener answers for it still: it is in the scheduler's process."""
     loaded: list[bytes] = []
     load = RealNixlPort.add_remote_agent
 

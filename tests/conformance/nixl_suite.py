@@ -309,6 +309,86 @@ class NixlPortSuite(ABC):
 
         trio.run(main)
 
+    # Reaching
+
+    def test_a_peer_is_reached_when_it_has_answered_and_nobody_else_waits_for_that(self) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            peer = await world.open_peer(stepwise=True)
+            reader = await new_reader(world, stepwise=True)
+            await peer.pause()
+            await reader.connect(peer.metadata, peer.run)
+            with trio.move_on_after(0.3) as waited:
+                await reader.port.reach(reader.peer_name)
+            assert waited.cancelled_caught
+            healthy = await world.open_peer(stepwise=True)
+            name = await reader.port.add_remote_agent(healthy.metadata)
+            await reader.port.prepare_remote(name, [healthy.run])
+            await reader.port.reach(name)
+            reached: list[int] = []
+
+            async def reach(number: int) -> None:
+                await reader.port.reach(reader.peer_name)
+                reached.append(number)
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(reach, 1)
+                nursery.start_soon(reach, 2)
+                await trio.sleep(0.3)
+                assert reached == []
+                await peer.resume()
+            await reader.port.reach(reader.peer_name)
+            await reader.recorder.done(await reader.post([1], [2]))
+            assert reader.holds([1], [2])
+
+        self.run(scenario)
+
+    def test_a_peer_that_ends_before_it_answers_is_not_reached(self) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            peer = await world.open_peer(stepwise=True)
+            reader = await new_reader(world, stepwise=True)
+            await peer.pause()
+            await reader.connect(peer.metadata, peer.run)
+
+            async def end() -> None:
+                await trio.sleep(0.1)
+                await peer.kill()
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(end)
+                with pytest.raises(NixlCallFailed) as failed:
+                    await reader.port.reach(reader.peer_name)
+            assert failed.value.transport_lost
+            with pytest.raises(NixlCallFailed):
+                await reader.port.reach(reader.peer_name)
+            await reader.port.remove_remote_agent(reader.peer_name)
+            with pytest.raises(NixlCallFailed):
+                await reader.port.reach(reader.peer_name)
+            assert reader.port.counts().remote_agents == 0
+
+        self.run(scenario)
+
+    @pytest.mark.parametrize("how", ["removed", "closed"])
+    def test_who_waits_for_a_peer_is_told_when_nobody_will_reach_it_any_more(self, how: str) -> None:
+        async def scenario(world: NixlWorld) -> None:
+            peer = await world.open_peer(stepwise=True)
+            reader = await new_reader(world, stepwise=True)
+            await peer.pause()
+            await reader.connect(peer.metadata, peer.run)
+
+            async def end() -> None:
+                await trio.sleep(0.1)
+                if how == "removed":
+                    await reader.port.remove_remote_agent(reader.peer_name)
+                else:
+                    await reader.port.aclose(0.0)
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(end)
+                with pytest.raises(NixlCallFailed if how == "removed" else PortClosed):
+                    await reader.port.reach(reader.peer_name)
+
+        self.run(scenario)
+
     # Reading
 
     def test_a_read_moves_its_blocks_and_nothing_else(self) -> None:
@@ -1013,6 +1093,7 @@ async def refuses_every_call(reader: Reader) -> None:
         lambda: port.remove_remote_agent("x"),
         lambda: port.prepare_local([reader.run]),
         lambda: port.prepare_remote("x", [reader.run]),
+        lambda: port.reach("x"),
         lambda: port.release_descriptor_list(reader.local),
         lambda: port.send_notification("x", b"y"),
     ):

@@ -587,7 +587,7 @@ class SideChannelSuite(ABC):
             link.send([b"anybody?"])  # false if the refusal has come already
             lost = await lost_soon(link)
             assert (lost.host, lost.port) == (HOST, nobody)
-            assert "refused" in lost.error
+            assert "refused" in lost.error, lost.error
 
         self.run(scenario)
 

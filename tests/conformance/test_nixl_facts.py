@@ -22,6 +22,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -32,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.conformance.ucx import in_version, listens, of_memory_type, unwritten
+from tests.conformance.ucx import in_version, listens, names, of_memory_type, unwritten
 from tests.rig.network import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -133,19 +134,17 @@ class Source:
 
 
 class Pair:
-    """An agent of this process, and a source that it can read from."""
+    """An agent of this process, and a source that it can read from. `waits`: while UCX connects over TCP, as it does
+    unless it is told otherwise, which the connector does."""
 
-    def __init__(self, transports: str | None, **options: Any) -> None:
-        before = os.environ.pop("UCX_TLS", None)
-        if transports is not None:
-            os.environ["UCX_TLS"] = transports
-        try:
+    def __init__(self, transports: str | None, *, waits: bool = False, **options: Any) -> None:
+        with pytest.MonkeyPatch.context() as environment:
+            environment.delenv("UCX_TLS", raising=False)
+            if transports is not None:
+                environment.setenv("UCX_TLS", transports)
+            environment.setenv("UCX_TCP_CONN_NB", "n" if waits else "y")
             self.source = Source(dict(os.environ))
             self.agent = new_agent(**options)  # UCX reads the environment when an agent is made
-        finally:
-            os.environ.pop("UCX_TLS", None)
-            if before is not None:
-                os.environ["UCX_TLS"] = before
         self.memory: npt.NDArray[np.uint8] = np.zeros((BLOCKS, BLOCK_BYTES), dtype=np.uint8)
         self._registered = self.agent.register_memory([(self.memory.ctypes.data, self.memory.nbytes, 0, "")], "DRAM")
         self.local = self.agent.prep_xfer_dlist("NIXL_INIT_AGENT", self._rows(self.memory.ctypes.data), "DRAM")
@@ -209,6 +208,13 @@ def ids(*values: int) -> npt.NDArray[np.int32]:
 @pytest.fixture
 def over_tcp() -> Iterator[Pair]:
     pair = Pair("tcp,self")
+    yield pair
+    pair.end()
+
+
+@pytest.fixture
+def over_tcp_with_waits() -> Iterator[Pair]:
+    pair = Pair("tcp,self", waits=True)
     yield pair
     pair.end()
 
@@ -503,18 +509,105 @@ def sockets_of(pid: int) -> int:
     return count
 
 
-def test_fact_30_each_loading_of_a_dead_agent_over_tcp_leaks_a_socket(over_tcp: Pair) -> None:
-    over_tcp.agent.remove_remote_agent(over_tcp.name)
-    over_tcp.source.kill()
+def test_fact_30_ucx_that_waits_for_its_connections_leaks_a_socket_with_each_loading_of_a_dead_agent(
+    over_tcp_with_waits: Pair,
+) -> None:
+    agent, source = over_tcp_with_waits.agent, over_tcp_with_waits.source
+    agent.remove_remote_agent(over_tcp_with_waits.name)
+    source.kill()
     refused, before = 0, len(os.listdir("/proc/self/fd"))
     for _ in range(8):
         with pytest.raises(nixl.nixlBind.nixlBackendError):
-            over_tcp.agent.add_remote_agent(over_tcp.source.metadata)
+            agent.add_remote_agent(source.metadata)
         refused += 1
     assert len(os.listdir("/proc/self/fd")) == before + refused
 
 
-def test_fact_44_an_agent_that_has_ended_is_loaded_where_another_process_listens_at_its_port(over_tcp: Pair) -> None:
+def test_fact_30_ucx_that_does_not_wait_loads_a_dead_agent_and_leaves_nothing(over_tcp: Pair) -> None:
+    over_tcp.agent.remove_remote_agent(over_tcp.name)
+    over_tcp.source.kill()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(8):
+        over_tcp.connect()
+        with pytest.raises(RemoteDisconnect):
+            over_tcp.read(ids(1))
+        over_tcp.agent.remove_remote_agent(over_tcp.name)
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+@contextlib.contextmanager
+def dropped(source: Source) -> Iterator[bytes]:
+    """The metadata of a source as if what is sent to its ports of UCX were dropped: who listens there has no room."""
+    metadata = source.metadata
+    ports = [port for _, port in listens(source.process.pid) if names(metadata, port)]
+    assert ports
+    with contextlib.ExitStack() as sockets:
+        listener = sockets.enter_context(socket.create_server(("", 0), backlog=0))
+        port = listener.getsockname()[1]
+        for _ in range(3):
+            client = sockets.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(("127.0.0.1", port))
+        for each in ports:
+            metadata = metadata.replace(each.to_bytes(2, "big"), port.to_bytes(2, "big"))
+        yield metadata
+
+
+def test_fact_45_ucx_that_waits_for_its_connections_loads_no_agent_while_its_packets_are_dropped(
+    over_tcp_with_waits: Pair,
+) -> None:
+    agent = over_tcp_with_waits.agent
+    agent.remove_remote_agent(over_tcp_with_waits.name)
+    failures: list[Exception] = []
+
+    def load(metadata: bytes) -> None:
+        try:
+            agent.add_remote_agent(metadata)
+        except Exception as error:
+            failures.append(error)
+
+    with dropped(over_tcp_with_waits.source) as metadata:
+        loading = threading.Thread(target=load, args=(metadata,))
+        loading.start()
+        loading.join(2.0)
+        assert loading.is_alive()
+        assert failures == []
+    loading.join(WAIT_SECONDS)  # the next attempt of the kernel is refused
+    assert [type(each) for each in failures] == [nixl.nixlBind.nixlBackendError]
+
+
+def test_fact_45_ucx_that_does_not_wait_loads_it_and_other_agents_are_read_meanwhile(over_tcp: Pair) -> None:
+    with dropped(over_tcp.source) as metadata:
+        over_tcp.agent.remove_remote_agent(over_tcp.name)
+        name = over_tcp.agent.add_remote_agent(metadata).decode()
+        remote = over_tcp.agent.prep_xfer_dlist(name, over_tcp._rows(over_tcp.source.address), "DRAM")
+        waits = over_tcp.agent.make_prepped_xfer("READ", over_tcp.local, ids(1), remote, ids(1))
+        assert over_tcp.agent.transfer(waits) == "PROC"
+        with_another = Pair("tcp,self")
+        try:
+            beside = over_tcp.agent.add_remote_agent(with_another.source.metadata).decode()
+            rows = over_tcp.agent.prep_xfer_dlist(beside, over_tcp._rows(with_another.source.address), "DRAM")
+            read = over_tcp.agent.make_prepped_xfer("READ", over_tcp.local, ids(2), rows, ids(2))
+            over_tcp.agent.transfer(read)
+            until(lambda: over_tcp.agent.check_xfer_state(read) == "DONE")
+            assert over_tcp.memory[2, 0] == 3
+            assert over_tcp.agent.check_xfer_state(waits) == "PROC"
+        finally:
+            with_another.end()
+
+    def is_over() -> bool:
+        try:
+            return over_tcp.agent.check_xfer_state(waits) != "PROC"
+        except RemoteDisconnect:
+            return True
+
+    until(is_over)  # the next attempt of the kernel is refused
+    over_tcp.agent.remove_remote_agent(name)
+
+
+def test_fact_44_an_agent_that_has_ended_is_loaded_where_another_process_listens_at_its_port(
+    over_tcp_with_waits: Pair,
+) -> None:
     port = free_port()
     environment = {
         **os.environ,
@@ -525,11 +618,11 @@ def test_fact_44_an_agent_that_has_ended_is_loaded_where_another_process_listens
     before = Source(environment)
     before.kill()
     with pytest.raises(nixl.nixlBind.nixlBackendError):
-        over_tcp.agent.add_remote_agent(before.metadata)
+        over_tcp_with_waits.agent.add_remote_agent(before.metadata)
     after = Source(environment)
     try:
         assert after.metadata != before.metadata
-        assert over_tcp.agent.add_remote_agent(before.metadata)
+        assert over_tcp_with_waits.agent.add_remote_agent(before.metadata)
     finally:
         after.kill()
 

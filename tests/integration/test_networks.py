@@ -167,6 +167,27 @@ def test_what_is_lost_costs_its_own_requests_and_those_in_bounded_time(machines:
     assert machines.reason(name) in ("PeerSilent", "Quarantined", "DeadlineExceeded", "LeaseNotProven")
 
 
+def test_an_engine_whose_memory_cannot_be_reached_costs_no_blocks_and_holds_up_nobody(machines: Machines) -> None:
+    """As where a firewall drops what goes to the ports of UCX: all else gets through, and D has never read from it."""
+    machines.p.kill()
+    machines.restart_p()
+    machines.lan.cut("p", "d", but_ports=machines.control_ports)
+    refused = Counter[str | None]()
+    while refused["FirstReadNeverEnded"] < ATTEMPTS:
+        name, tokens = machines.new(20)
+        machines.d.submit(RequestSpec(name, tokens, 1, machines.p.prefill(name, tokens)))
+        while not machines.d.has_ended(name):
+            machines.expect_read(machines.other)
+        assert machines.d.wait(name).finish == "error"
+        refused[machines.reason(name)] += 1
+        holdings = machines.d.inspect().holdings
+        assert holdings is not None
+        assert holdings.reads == 0
+    assert set(refused) <= {"FirstReadNeverEnded", "PeerBackoff"}
+    machines.lan.heal()
+    machines.wait_until_read(PAUSE_SECONDS_MAX + TOLERANCE_SECONDS)
+
+
 def test_reads_that_the_network_swallows_are_waited_for_and_p_is_read_again_when_they_have_ended(
     machines: Machines,
 ) -> None:

@@ -21,8 +21,9 @@ What it takes over from real agents (measured on NIXL 1.5.1 over UCX)
 * a list that was prepared before its agent was removed is of no use after the agent was added again;
 * an agent that NIXL forgets by itself: what was posted to it goes on, what is asked of it raises;
 * adding the same agent with other metadata is refused, adding it again is not;
-* the agent of a process that has ended is loaded, and read from, in another one that was opened at the same place
-  since (`FakeNixlWorld.open`): what that one has at these addresses is other memory;
+* a connection is made soon after its agent was loaded, or when a process that stood still goes on, to whoever is at its
+  place then: where the agent's has ended and another one was opened there since (`FakeNixlWorld.open`), other memory is
+  read;
 * notifications of one sender keep their order.
 
 Not modelled: what NIXL refuses to release, names that are not UTF-8.
@@ -67,6 +68,8 @@ from tests.simulation.faults import DEATH_NOTICED_SECONDS, engine_of
 
 CALL_SECONDS = 20e-6
 """How long the agent's thread takes for a call."""
+FIRST_READ_BYTES = 8
+"""With which a connection is made."""
 STRAY_GRACE_SECONDS = 0.5
 """How long after the removal of a connection pieces of READs that erred early still arrive."""
 LOOK_EXPECTING_SECONDS = 0.001
@@ -141,10 +144,16 @@ class _Connection:
     """One `add_remote_agent`: useless once it is broken, removed or forgotten."""
 
     owner: FakeNixlPort
-    target: FakeNixlPort
     metadata: bytes
     named: FakeNixlPort
-    """Whose metadata these are: not `target` where another process listens at its place."""
+    """Whose metadata these are."""
+    target: FakeNixlPort
+    """Who is read: not `named` where another process listened at its place when the connection was made."""
+    settled: trio.Event
+    """It is made, or it never will be."""
+    followers: list[Callable[[], None]]
+    """What goes on when it is made."""
+    is_made: bool = False
     is_broken: bool = False
     is_removed: bool = False
     is_forgotten: bool = False
@@ -248,13 +257,41 @@ class FakeNixlWorld:
     def instance(self, number: int) -> FakeNixlPort | None:
         return self._ports.get(number)
 
-    def who_answers_for(self, named: FakeNixlPort) -> FakeNixlPort:
+    def begin_connection(self, connection: _Connection) -> None:
+        names = connection.owner.agent_name, connection.named.agent_name
+        self.agenda.after(self.rules.read_seconds(*names, FIRST_READ_BYTES), lambda: self._try_connection(connection))
+
+    def _try_connection(self, connection: _Connection) -> None:
+        """The first READ would be over by now."""
+        if connection.is_made or connection.settled.is_set():
+            return
+        owner, there = connection.owner, self._who_answers_for(connection.named)
+        held_up_by = next((port for port in (owner, there) if port.is_paused and not port.may_be_recalled), None)
+        stalled_until = self.rules.read_stalls_until(owner.agent_name, there.agent_name)
+        if held_up_by is not None:
+            held_up_by.waiting.append(lambda: self._try_connection(connection))
+        elif stalled_until > trio.current_time():
+            self.agenda.at(stalled_until, lambda: self._try_connection(connection))
+        else:
+            self.make_connection(connection)
+
+    def make_connection(self, connection: _Connection) -> None:
+        """To whoever is there now."""
+        connection.target = self._who_answers_for(connection.named)
+        connection.is_made = True
+        self.mistaken += connection.target is not connection.named
+        if connection.target.may_be_recalled:
+            self.announce_death(connection.target)
+        else:
+            connection.settled.set()
+        followers, connection.followers = connection.followers, []
+        for go_on in followers:
+            go_on()
+
+    def _who_answers_for(self, named: FakeNixlPort) -> FakeNixlPort:
         """Whom one comes to who connects to this agent: where it has ended, whoever listens at its place now."""
         there = self._at_place.get(named.place or "", named)
-        if not named.may_be_recalled or there.may_be_recalled:
-            return named
-        self.mistaken += 1
-        return there
+        return named if there.may_be_recalled or not named.may_be_recalled else there
 
     def forget_the_dead(self) -> None:
         """In a run that goes on, when nothing is under way: nobody meets them any more."""
@@ -271,6 +308,9 @@ class FakeNixlWorld:
         """One half of the way is over."""
         if read.has_ended:
             return
+        if not read.connection.is_made:
+            read.connection.followers.append(lambda: self._move_on(read))
+            return
         is_half = read.copied == 0 and len(read.pieces) > 1
         if is_half and read.errs_early:
             self._go_astray(read)
@@ -278,7 +318,7 @@ class FakeNixlWorld:
             return
         held_up_by = self._hindrance(read)
         if held_up_by is not None:
-            held_up_by.waiting.append(read)
+            held_up_by.waiting.append(lambda: self._move_on(read))
             return
         target = read.connection.target
         stalled_until = self.rules.read_stalls_until(read.initiator.agent_name, target.agent_name)
@@ -302,9 +342,11 @@ class FakeNixlWorld:
     def _go_astray(self, read: FlyingRead) -> None:
         """One request of a READ is said to have failed, and the others go on."""
         read.is_stray = True
-        if not read.copied and self._hindrance(read) is None and not read.connection.target.may_be_recalled:
+        connection = read.connection
+        is_held_up = not connection.is_made or self._hindrance(read) is not None
+        if not read.copied and not is_held_up and not connection.target.may_be_recalled:
             self._copy(read, len(read.pieces) // 2)
-        names = read.initiator.agent_name, read.connection.target.agent_name
+        names = read.initiator.agent_name, connection.target.agent_name
         read.stray_interval_seconds = self.rules.stray_seconds(*names) / (len(read.pieces) - read.copied)
         self._stray_on_later(read)
 
@@ -319,7 +361,7 @@ class FakeNixlWorld:
             return
         held_up_by = self._hindrance(read)
         if held_up_by is not None:
-            held_up_by.waiting.append(read)
+            held_up_by.waiting.append(lambda: self._stray_on(read))
         elif (
             read.connection.target.may_be_recalled
             or not self._copy(read, read.copied + 1)
@@ -356,19 +398,13 @@ class FakeNixlWorld:
                 return port
         return None
 
-    def resume(self, reads: Iterable[FlyingRead]) -> None:
-        for read in reads:
-            if read.is_stray:
-                self._stray_on(read)
-            else:
-                self._move_on(read)
-
     def _copy(self, read: FlyingRead, until: int) -> bool:
         """Copy pieces up to number `until`. False when the memory of one is gone."""
+        target, named = read.connection.target, read.connection.named
         for to, source, length in itertools.islice(read.pieces, read.copied, until):
-            if read.connection.target.has_lost(source, length):
+            if target.has_lost(source, length):
                 return False
-            ctypes.memmove(to, source, length)
+            ctypes.memmove(to, source if target is named else target.elsewhere(named, source, length), length)
             read.copied += 1
         if read.copied == len(read.pieces):
             self.note_copied(read)
@@ -393,6 +429,8 @@ class FakeNixlWorld:
         """A part of a READ that its initiator copies itself, within a call of NIXL."""
         if read.has_ended or read.is_stray:
             return
+        if not read.connection.is_made:
+            self.make_connection(read.connection)
         if read.initiator.may_be_recalled:
             self._forget(read)
         elif read.connection.target.may_be_recalled or not self._copy(read, until) or (read.fails and read.copied):
@@ -421,6 +459,7 @@ class FakeNixlWorld:
 
     def _break(self, connection: _Connection) -> None:
         connection.is_broken = True
+        connection.settled.set()
         for read in [read for read in self._reads if read.connection is connection]:
             self.end(read, DISCONNECTED)
 
@@ -430,8 +469,9 @@ class FakeNixlWorld:
     def _lose(self, dead: FakeNixlPort) -> None:
         for port in self._ports.values():
             for connection in port.connections_to(dead):
-                self._break(connection)
-        for read in [read for read in self._reads if read.connection.target is dead]:
+                if connection.is_made or not port.is_paused:
+                    self._break(connection)
+        for read in [each for each in self._reads if each.connection.is_made and each.connection.target is dead]:
             self.end(read, DISCONNECTED)
         self._end_strays(lambda read: read.connection.target is dead)
 
@@ -490,7 +530,8 @@ class FakeNixlPort:
         """What its user had not given back when it closed the port."""
         self.is_paused = False
         self.is_dead = False
-        self.waiting: list[FlyingRead] = []
+        self.waiting: list[Callable[[], None]] = []
+        """What goes on when the process does."""
 
     # --- what only a simulation can do ------------------------------------------------------------------------------
 
@@ -507,7 +548,8 @@ class FakeNixlPort:
         if self.is_paused:
             self.is_paused = False
             waiting, self.waiting = self.waiting, []
-            self._world.resume(waiting)
+            for go_on in waiting:
+                go_on()
             self._look_later(0.0)
             self._world.agenda.after(0.0, self._announce)
 
@@ -547,6 +589,7 @@ class FakeNixlPort:
         connection = self._agents.get(name)
         if connection is not None and not connection.is_forgotten:
             connection.is_forgotten = True
+            connection.settled.set()
             self._world.forget_connection(connection)
 
     def agents_of(self, engine: str) -> list[AgentName]:
@@ -557,12 +600,10 @@ class FakeNixlPort:
         """Agents that are loaded, and whose process is gone."""
         return [name for name, connection in self._agents.items() if connection.named.may_be_recalled]
 
-    def elsewhere(
-        self, named: FakeNixlPort, addresses: npt.NDArray[np.int64], length_bytes: int
-    ) -> npt.NDArray[np.int64]:
-        """What this process has at addresses of another one: other memory than what was there."""
+    def elsewhere(self, named: FakeNixlPort, address: int, length_bytes: int) -> int:
+        """Where this process has what is at an address of another one: other memory than what was there."""
         (there, _, _), (here, size, _) = named._ranges[0], self._ranges[0]
-        return here + (addresses - there + size // 2) % (size - length_bytes + 1)
+        return here + (address - there + size // 2) % (size - length_bytes + 1)
 
     # --- the port ---------------------------------------------------------------------------------------------------
 
@@ -599,12 +640,10 @@ class FakeNixlPort:
         if known is not None and known.metadata != metadata:
             raise NixlCallFailed("add_remote_agent", NOT_ALLOWED)
         if known is None:
-            named, target = target, self._world.who_answers_for(target)
-            connection = _Connection(self, target, metadata, named)
+            connection = _Connection(self, metadata, named=target, target=target, settled=trio.Event(), followers=[])
             self._agents[said.name] = connection
             self._connections.append(connection)
-            if target.may_be_recalled:
-                self._world.announce_death(target)
+            self._world.begin_connection(connection)
         return said.name
 
     async def remove_remote_agent(self, name: AgentName) -> None:
@@ -615,6 +654,7 @@ class FakeNixlPort:
             if reads:
                 self._world.note_misuse(f"{self._agent_name} removed {name} under {reads} READs")
             connection.is_removed = True
+            connection.settled.set()
             self._errored = {handle: each for handle, each in self._errored.items() if each is not connection}
             self._world.let_strays_end(connection)
             self._drop_useless_connections()
@@ -642,12 +682,20 @@ class FakeNixlPort:
             raise NixlCallFailed(operation, NOT_FOUND)
         addresses = [run.address + run.stride_bytes * np.arange(run.count, dtype=np.int64) for run in runs]
         lengths = [np.full(run.count, run.length_bytes, np.int64) for run in runs]
-        if connection is not None and connection.target is not connection.named:
-            longest = max(run.length_bytes for run in runs)
-            addresses = [connection.target.elsewhere(connection.named, each, longest) for each in addresses]
         handle = next(self._handles)
         self._lists[handle] = _PreparedList(connection, np.concatenate(addresses), np.concatenate(lengths))
         return handle
+
+    async def reach(self, agent: AgentName) -> None:
+        await self._turn()
+        connection = self._agents.get(agent)
+        if connection is not None:
+            await connection.settled.wait()
+        self._refuse_if_closed()
+        if connection is None or connection.is_removed or connection.is_forgotten:
+            raise NixlCallFailed("reach", NOT_FOUND)
+        if connection.is_broken:
+            raise NixlCallFailed("reach", DISCONNECTED, transport_lost=True)
 
     async def release_descriptor_list(self, handle: DescriptorListHandle) -> None:
         await self._turn()
@@ -713,17 +761,18 @@ class FakeNixlPort:
             raise NixlCallFailed("post_read", NOT_FOUND, transport_lost=True)
         if local_ids.shape != remote_ids.shape or not (_fits(local_ids, here) and _fits(remote_ids, there)):
             raise NixlCallFailed("post_read", INVALID)
+        connection, sources = there.connection, there.addresses
         lengths = here.lengths[local_ids]
         if (lengths != there.lengths[remote_ids]).any():
             raise NixlCallFailed("post_read", INVALID)
         pieces = list(
-            zip(here.addresses[local_ids].tolist(), there.addresses[remote_ids].tolist(), lengths.tolist(), strict=True)
+            zip(here.addresses[local_ids].tolist(), sources[remote_ids].tolist(), lengths.tolist(), strict=True)
         )
-        rules, target = self._world.rules, there.connection.target.agent_name
+        rules, target = self._world.rules, connection.target.agent_name
         return FlyingRead(
             handle=handle,
             initiator=self,
-            connection=there.connection,
+            connection=connection,
             pieces=pieces,
             posted_seconds=trio.current_time(),
             seconds=rules.read_seconds(self._agent_name, target, int(lengths.sum())),
@@ -793,6 +842,8 @@ class FakeNixlPort:
             return
         self._is_closed = True
         self._abandoned = [*self._reads, *self._errored]
+        for connection in self._agents.values():
+            connection.settled.set()
         self._agents.clear()
         self._lists.clear()
         self._reads_over.set()

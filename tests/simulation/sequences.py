@@ -171,7 +171,7 @@ STORIES = (
     Story(
         name="prefill-restarts",
         title="P dies in the middle of a READ and comes back with the same engine id",
-        faults=(_fault(Kind.READ_STALL, LINK, 1.0),),
+        faults=(_fault(Kind.READ_STALL, LINK, 0.2),),
         meanwhile=_replace_prefill,
     ),
     Story(

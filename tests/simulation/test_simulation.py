@@ -101,7 +101,7 @@ def test_a_worker_that_stops_says_so_and_costs_what_it_had_in_hand(engine: str) 
     assert result.outcomes["done"] > 20
 
 
-@pytest.mark.parametrize("seed", [0, 4])
+@pytest.mark.parametrize("seed", [3, 4])
 def test_prefill_engines_that_drain_one_after_the_other_cost_nobody_anything(seed: int) -> None:
     """But who waits in D's queue for longer than the grace period, and whose client has left. Of seeds in which no
     sample comes too late for a lease that others have released."""
@@ -328,7 +328,7 @@ def test_the_command_line_says_what_happened(
 def test_a_seed_that_fails_is_a_page_and_its_shrunk_plan_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stall = Fault(kind=Kind.READ_STALL, target="d0>p0", at_seconds=0.0, duration_seconds=6.0)
+    stall = Fault(kind=Kind.READ_STALL, target="d0>p0", at_seconds=1.5, duration_seconds=6.0)
     jump = Fault(kind=Kind.WALL_CLOCK_JUMP, target="d0", at_seconds=0.5, duration_seconds=0.1)
     plan, html = tmp_path / "plan.json", tmp_path / "run.html"
     monkeypatch.setattr("tests.simulation.__main__.FAILURES", tmp_path / "failures")
@@ -383,7 +383,7 @@ def test_a_plan_survives_its_file() -> None:
 
 def test_a_failing_plan_is_shrunk_to_the_fault_that_matters() -> None:
     harmless = [Fault(kind=Kind.WALL_CLOCK_JUMP, target="d0", at_seconds=at, duration_seconds=0.1) for at in (0.5, 1.0)]
-    stall = Fault(kind=Kind.READ_STALL, target="d0>p0", at_seconds=0.0, duration_seconds=6.0)
+    stall = Fault(kind=Kind.READ_STALL, target="d0>p0", at_seconds=1.5, duration_seconds=6.0)
     with Patch() as patch:
         CATALOGUE["quarantine not reported"].apply(patch)
         for seed in range(SEEDS_OF_A_MUTANT):

@@ -216,6 +216,8 @@ def storm(seed: int) -> Plan:
         at_seconds = 0.0 if kind in MESSAGE_KINDS or kind is Kind.PREPARE_REFUSED else 0.5
         if kind is Kind.CRASH_NEW_ID:
             at_seconds = 1.5  # there must be somebody left to tell that a worker has stopped
+        if kind is Kind.READ_STALL:
+            at_seconds = 1.5  # engines that have not met by then read nothing at all
         # Longer than a request waits for its READs, so that blocks are quarantined, and than what comes first: engines
         # that pause, poll nothing or are started again.
         duration_seconds = 9.0 if kind in DECODE_LINK_KINDS else 2.5
@@ -370,7 +372,7 @@ SLEEPS = [
     Fault(kind=Kind.SLEEP, target="p0", at_seconds=1.0, duration_seconds=1.5),
     Fault(kind=Kind.SLEEP, target="d0", at_seconds=2.0, duration_seconds=1.0),
 ]
-STALL = Fault(kind=Kind.READ_STALL, target="d0>p0", at_seconds=0.0, duration_seconds=6.0)
+STALL = Fault(kind=Kind.READ_STALL, target="d0>p0", at_seconds=1.5, duration_seconds=6.0)
 
 Broken: TypeAlias = tuple[Callable[[pytest.MonkeyPatch], None], list[Fault], int, str]
 """What is broken, under which faults and seed, and the oracle that notices."""

@@ -27,6 +27,7 @@ EXAMPLES: list[Failure] = [
     failures.NoDescriptorLeft(**_PEER),
     failures.ControlLinkLost(**_PEER, detail="reset by peer"),
     failures.ReadNeverEnded(**_PEER, waited_seconds=30.0),
+    failures.FirstReadNeverEnded(**_PEER, worker="PP 0 TP 1", timeout_seconds=5.0),
     failures.Incompatible(**_PEER, field="block_size", local="32", remote="64", advice="use one block size"),
     failures.PeerBackoff(**_PEER, retry_in_seconds=2.5, last="HandshakeTimeout"),
     failures.PeerRetired(**_PEER),

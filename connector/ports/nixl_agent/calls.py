@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from connector.clock import BootClock
-from connector.ports.nixl import DescriptorIds, DescriptorListHandle, NixlEvent, PortReadEnded, ReadHandle
+from connector.ports.nixl import AgentName, DescriptorIds, DescriptorListHandle, NixlEvent, PortReadEnded, ReadHandle
 
 if TYPE_CHECKING:
     from connector.ports.nixl_agent.core import AgentCore
@@ -93,10 +93,16 @@ class ReadOrdered(_Queued):
         )
 
 
+class FirstReadOver(msgspec.Struct, frozen=True):
+    """There is no first READ from `agent` in flight any more: whoever waits for that may ask what became of it."""
+
+    agent: AgentName
+
+
 class ThreadEnded(msgspec.Struct, frozen=True):
     """The last thing the thread says. `abandoned`: READs that may still write, so their memory must not be reused."""
 
     abandoned: tuple[ReadHandle, ...]
 
 
-Outgoing = Call | ThreadEnded | NixlEvent
+Outgoing = Call | FirstReadOver | ThreadEnded | NixlEvent

@@ -20,8 +20,9 @@ Rules
     32). So UCX is given no threads.
 * The first READ between two agents makes UCX's connections and takes it milliseconds longer than any further one,
   whatever was asked of NIXL before. So when the first list of an agent is prepared, the first bytes of its memory are
-  read into a few of the port's own. No task waits for that READ or is told of it, and it may fail: a request's own READ
-  says why. The agent's removal does not wait for it either; its handle is released after that.
+  read into a few of the port's own. Whoever wants to read more can wait for its end (`FirstReadOver`): from then on the
+  connection belongs to the process that answered (docs/nixl.md fact 44). The agent's removal does not wait for it; its
+  handle is released after that.
 * Metadata that name an agent which is loaded are handed to NIXL only if they are those that it was loaded with. With
   others of the same connection NIXL would forget the agent when it comes to a mistake in them, while READs from it go
   on (docs/nixl.md fact 33); any process that answers a handshake can send those.
@@ -58,7 +59,7 @@ from connector.ports.nixl import (
     ReadPosted,
 )
 from connector.ports.nixl_agent import listeners
-from connector.ports.nixl_agent.calls import CLOCK, CallRefused, ReadOrdered
+from connector.ports.nixl_agent.calls import CLOCK, CallRefused, FirstReadOver, ReadOrdered
 from connector.ports.nixl_agent.looks import Looks
 from connector.ports.nixl_agent.metadata import (
     MEMORY_TYPE_KNOWN,
@@ -213,6 +214,9 @@ class AgentCore:
         """Handles of READs that no request has asked for, in flight. See the module's rules."""
         self._met: set[AgentName] = set()
         """Agents from which something was read."""
+        self._first_failures: dict[AgentName, tuple[str, bool]] = {}
+        """How the first READ from an agent failed, as `describe` has it."""
+        self._first_reads_over: list[FirstReadOver] = []
         self.notification_polls_lost = 0
         self._leaving: set[AgentName] = set()
         self._done: list[tuple[ReadHandle, Read]] = []
@@ -283,12 +287,13 @@ class AgentCore:
     def _forget_agent(self, name: AgentName) -> None:
         del self._loaded[name]
         self._met.discard(name)
+        self._first_failures.pop(name, None)
         try:
             self._agent.remove_remote_agent(name)
         except Exception as error:
             # Nothing is raised: this may come after the end of a READ, which somebody waits for.
             _log.warning("NIXL keeps agent %s, which nobody reads from any more: %s", name, self.describe(error)[0])
-        self._forget_first_read(name)
+        self._end_first_read(name)
 
     def prepare(self, handle: DescriptorListHandle, agent: AgentName | None, runs: Sequence[MemoryRun]) -> None:
         """Prepare a list under the port's `handle`; `agent` is None for local memory."""
@@ -322,9 +327,28 @@ class AgentCore:
         self._met.add(agent)
         try:
             self.first_reads[agent] = self._make_read(self._scratch, _ONE, probe, _ONE)
-            self._agent.transfer(self.first_reads[agent])
         except Exception:
+            return  # says nothing about the connection
+        try:
+            self._agent.transfer(self.first_reads[agent])
+        except Exception as error:
+            self._end_first_read(agent, self.describe(error))
+
+    def is_reached(self, agent: AgentName) -> bool:
+        """Whether the first READ from an agent is over, or there is none. Raises when it failed."""
+        if agent not in self.agents or agent in self._leaving:
+            raise CallRefused(f"remote agent {agent} is not loaded")
+        if failure := self._first_failures.get(agent):
+            text, lost = failure
+            raise CallRefused(text, transport_lost=lost)
+        return agent not in self.first_reads
+
+    def _end_first_read(self, agent: AgentName, failure: tuple[str, bool] | None = None) -> None:
+        if failure is not None:
+            self._first_failures[agent] = failure
+        if agent in self.first_reads:
             self._forget_first_read(agent)
+            self._first_reads_over.append(FirstReadOver(agent))
 
     def _forget_first_read(self, agent: AgentName) -> None:
         transfer = self.first_reads.pop(agent, None)
@@ -396,17 +420,17 @@ class AgentCore:
         except self._nixl.nixlBind.nixlNotFoundError as error:
             raise CallRefused(f"NIXL does not know agent {agent}: {error}", transport_lost=True) from None
 
-    def poll_reads(self) -> list[NixlEvent]:
+    def poll_reads(self) -> list[NixlEvent | FirstReadOver]:
         """Ask for the state of READs in flight, of those whose turn it is; this also makes all of them progress."""
         self.looked_at = len(self.first_reads)
         for agent, transfer in list(self.first_reads.items()):
             try:
-                is_over = self._agent.check_xfer_state(transfer) == "DONE"
-            except Exception:
-                is_over = True
-            if is_over:
-                self._forget_first_read(agent)
-        ended: list[NixlEvent] = []
+                if self._agent.check_xfer_state(transfer) == "DONE":
+                    self._end_first_read(agent)
+            except Exception as error:
+                self._end_first_read(agent, self.describe(error))
+        ended: list[NixlEvent | FirstReadOver] = [*self._first_reads_over]
+        self._first_reads_over.clear()
         for handle in self._looks.due():
             self.looked_at += 1
             event = self._look_at(handle, self.reads[handle])
@@ -584,9 +608,11 @@ def _import_nixl(package: str) -> Any:
     """The NIXL Python API, with what has to be said to UCX before it is loaded.
 
     It keeps unreleased registrations without bound unless told otherwise; vLLM sets the same limit for its own
-    connector. And it takes SIGHUP, also where `nohup` has it ignored, as the order to log each of its steps
-    (docs/nixl.md fact 43).
+    connector. It waits in the calling thread for its TCP connections, for minutes where a firewall drops what it sends
+    (docs/nixl.md fact 45). And it takes SIGHUP, also where `nohup` has it ignored, as the order to log what it does
+    (fact 43).
     """
     os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
+    os.environ.setdefault("UCX_TCP_CONN_NB", "y")
     os.environ.setdefault("UCX_DEBUG_SIGNO", "0")
     return importlib.import_module(f"{package}._api")

@@ -7,9 +7,10 @@ has ended with one:
   NIXL never asks about that one again.
 * It frees a READ that is released in flight, and uses it later.
 
-So an error is no end here. The READ stays in flight, as one from a peer that hangs: its request ends at its deadlines,
-and its blocks are in quarantine until the engine starts again. Notifications are asked for before READs: an error that
-is met there is nobody's. The second reading of a READ's last descriptor is left out, which answers for UCX alone.
+So an error is no end here, and says of no agent that it cannot be reached. The READ stays in flight, as one from a peer
+that hangs: its request ends at its deadlines, and its blocks are in quarantine until the engine starts again.
+Notifications are asked for before READs: an error that is met there is nobody's. The second reading of a READ's last
+descriptor is left out, which answers for UCX alone.
 
 A peer shakes hands with each agent once. The first READ from one that was removed and loaded again would wait for that
 in vain for a minute, and every other READ with it. So an agent that was loaded stays loaded.
@@ -21,6 +22,7 @@ from typing import Any
 
 from connector.observe.log import get_logger, is_said
 from connector.ports.nixl import AgentName, NixlEvent, PortReadEnded, ReadHandle
+from connector.ports.nixl_agent.calls import FirstReadOver
 from connector.ports.nixl_agent.core import AgentCore, Read
 
 _log = get_logger()
@@ -36,7 +38,7 @@ class OtherBackEndCore(AgentCore):
     def _forget_agent(self, name: AgentName) -> None:
         """It stays loaded."""
 
-    def poll_reads(self) -> list[NixlEvent]:
+    def poll_reads(self) -> list[NixlEvent | FirstReadOver]:
         self._received += self._take_notifications()
         return super().poll_reads()
 
@@ -59,6 +61,9 @@ class OtherBackEndCore(AgentCore):
         except Exception as error:
             self._note_error(error)
             return []
+
+    def _end_first_read(self, agent: AgentName, failure: tuple[str, bool] | None = None) -> None:
+        super()._end_first_read(agent)
 
     def _forget_first_read(self, agent: AgentName) -> None:
         transfer = self.first_reads.get(agent)

@@ -49,7 +49,7 @@ from connector.ports.nixl import (
     ReadHandle,
 )
 from connector.ports.nixl_agent import listeners
-from connector.ports.nixl_agent.calls import Call, CallRefused, Outgoing, ReadOrdered, ThreadEnded
+from connector.ports.nixl_agent.calls import Call, CallRefused, FirstReadOver, Outgoing, ReadOrdered, ThreadEnded
 from connector.ports.nixl_agent.core import AgentCore, Scratch
 from connector.ports.nixl_agent.metadata import agent_named_in
 from connector.ports.nixl_agent.other_back_ends import OtherBackEndCore
@@ -98,6 +98,8 @@ class RealNixlPort:
         self.lag_seconds = 0.0
         """For how long NIXL has not come back from a call; 0 unless that is long. For any thread."""
         self._parked: dict[Call, trio.lowlevel.Task] = {}
+        self._reaching: dict[AgentName, trio.Event] = {}
+        """Set when it is worth asking again whether an agent is reached."""
         self._closing = False
         self._ended: ThreadEnded | None = None
         self._ended_event: trio.Event | None = None
@@ -183,6 +185,16 @@ class RealNixlPort:
         handle = next(self._handles)
         await self._call(operation, lambda core: core.prepare(handle, agent, runs))
         return handle
+
+    async def reach(self, agent: AgentName) -> None:
+        while True:
+            over = self._reaching.setdefault(agent, trio.Event())
+            try:
+                if await self._call("reach", lambda core: core.is_reached(agent)):
+                    return
+                await over.wait()
+            finally:
+                self._let_ask_again(agent)  # the others that wait for it, too
 
     async def release_descriptor_list(self, handle: DescriptorListHandle) -> None:
         await self._call("release_descriptor_list", lambda core: core.release_list(handle))
@@ -337,7 +349,11 @@ class RealNixlPort:
             task = self._parked.pop(item, None)
             if task is not None:
                 trio.lowlevel.reschedule(task)
+        elif isinstance(item, FirstReadOver):
+            self._let_ask_again(item.agent)
         elif isinstance(item, ThreadEnded):
+            for agent in list(self._reaching):
+                self._let_ask_again(agent)
             self._ended = item
             if self._ended_event is not None:
                 self._ended_event.set()
@@ -347,6 +363,11 @@ class RealNixlPort:
             if isinstance(item, PortBroken):
                 self._closing = True
             self._on_event(item)
+
+    def _let_ask_again(self, agent: AgentName) -> None:
+        over = self._reaching.pop(agent, None)
+        if over is not None:
+            over.set()
 
     def _note_error(self, error: BaseException) -> None:
         log_crash(f"NIXL port {self._agent_name}", error)

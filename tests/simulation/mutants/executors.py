@@ -61,6 +61,14 @@ RESTARTED_AT_MEETINGS = (
     *(fault(Kind.CRASH_SAME_ID, "p0", at, 0.05) for at in (0.7, 1.3, 1.9, 2.5, 3.1, 3.7)),
 )
 """While P is met it is started again, at the same ports."""
+RESTARTED_WHILE_A_READER_STANDS_STILL = (
+    fault(Kind.PORTS_KEPT, "p0", 0.0, 8.0),
+    fault(Kind.READ_STALL, "d0>p0", 0.0, 0.6),
+    fault(Kind.PAUSE, "d0", 0.3, 0.5),
+    fault(Kind.CRASH_NEW_ID, "p0", 0.4, 0.1),
+    fault(Kind.MESSAGE_DELAY, "p0>d0", 0.39, 1.5),
+)
+"""P has been met, and UCX of D has not connected yet. D hears late that the links to that P are gone."""
 RESETS = (fault(Kind.LINK_RESET, "d0>p0", 0.5, 4.0),)
 ERRS_EARLY = (fault(Kind.READ_ERRS_EARLY, "d0>p0", 0.2, 6.0, 0.5),)
 FULL_QUARANTINE = (fault(Kind.FULL_QUARANTINE, "d0", 0.5, 4.0, 0.1),)
@@ -695,6 +703,23 @@ HANDSHAKE = (
             ),
         ),
         place=ByTest(f"{COMINGS_AND_GOINGS}::{OF_THE_PROCESS_BEFORE}"),
+    ),
+    Mutant(
+        name="the first READ is not waited for",
+        row=48,
+        broken="a connection is used before it is known which process it leads to",
+        changes=(Edit(handshake._load, "await _reach(context, peer, agents)", "pass"),),
+        place=level2("proof", *RESTARTED_WHILE_A_READER_STANDS_STILL),
+    ),
+    Mutant(
+        name="the first READ is waited for without end",
+        row=45,
+        broken="a first READ that never ends keeps the handshake",
+        changes=(Edit(handshake._reach, "trio.move_on_after(timeout_seconds)", "trio.CancelScope()"),),
+        place=ByTest(
+            "tests/actors/test_peers.py"
+            "::test_an_engine_that_answers_and_cannot_be_read_ends_nothing_but_its_own_handshakes"
+        ),
     ),
     Mutant(
         name="handshakes wait for ever",
