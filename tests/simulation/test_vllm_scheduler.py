@@ -56,6 +56,7 @@ SEEDS = (3, 10, 13, 18, 29, 31, 37, 54, 56, 79, 82, 100, 107, 172, 192, 194, 671
 194, where both roles cache them, in 18 and 671 (D alone does), 82 (P alone), 54, 107 and storm 153 (nobody). Steps
 overlap in 3, 10, 18, 31, 54, 79, 82, 107, 194 and 671."""
 STORMS = range(148, 156)
+WITH_STATES_AND_HANGING_READS = 100
 NOTIFICATION_KINDS = (Kind.NOTIFICATION_LOSS, Kind.NOTIFICATION_DUPLICATE, Kind.NOTIFICATION_DELAY)
 STORMS_OVER_PREFILL = (*PREFILL_KINDS, Kind.WORKER_STOPS)
 
@@ -200,6 +201,14 @@ EXPECTED_WITH_WINDOWS = (
 """The same where they have windows."""
 
 
+def reads_that_hang(seed: int) -> Plan:
+    """From when the engines have met, and for longer than a request waits for them."""
+    shape = draw_shape(seed)
+    links = [f"{d}>{p}" for p in shape.prefill_names for d in shape.decode_names]
+    stall = Fault(kind=Kind.READ_STALL, target="", at_seconds=1.5, duration_seconds=9.0, probability=0.6)
+    return Plan(seed=seed, faults=[msgspec.structs.replace(stall, target=link) for link in links])
+
+
 def storm(seed: int) -> Plan:
     """Two or three kinds of faults on all engines or links. Those of handshakes begin when the engines meet."""
     shape = draw_shape(seed)
@@ -269,8 +278,9 @@ def test_engines_sleep_and_wake_up() -> None:
 
 
 def test_everything_that_matters_happens_in_these_seeds() -> None:
-    coverage: Counter[str] = Counter()
-    faults: Counter[Kind] = Counter()
+    hanging = simulate(reads_that_hang(WITH_STATES_AND_HANGING_READS))
+    assert hanging.violations == []
+    coverage, faults = Counter(hanging.coverage), Counter(hanging.faults_fired)
     for seed in (*SEEDS, *STORMS):
         coverage += result_of(seed).coverage
         faults += result_of(seed).faults_fired
