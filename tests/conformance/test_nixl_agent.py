@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import base64
 import codecs
+import contextlib
 import gc
 import json
 import os
@@ -61,7 +62,7 @@ from tests.conformance.nixl_suite import (
     reader_and_source,
     whole,
 )
-from tests.conformance.ucx import in_version, of_memory_type, unwritten
+from tests.conformance.ucx import dropped, in_version, of_memory_type, unwritten
 from tests.unit.log_lines import Lines, listening
 
 ROOT = Path(__file__).parents[2]
@@ -89,6 +90,10 @@ class ProcessPeer(Peer):
     def __init__(self, process: trio.Process) -> None:
         self._process = process
         self._pending = b""
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     async def introduce(self) -> None:
         said = await self._hear()
@@ -436,6 +441,34 @@ class TestRealNixlPort(NixlPortSuite):
             assert reader.recorder.events == []
             assert reader.port.counts().reads == 0
             assert reader.untouched(range(BLOCKS))
+
+        self.run(scenario)
+
+    def test_an_engine_whose_ports_drop_everything_holds_up_nobody(self) -> None:
+        """As behind a firewall."""
+
+        async def scenario(world: NixlWorld) -> None:
+            reader, _ = await reader_and_peer(world, stepwise=True)
+            behind = await world.open_peer(stepwise=True)
+            assert isinstance(behind, ProcessPeer)
+            with contextlib.ExitStack() as firewall:
+                metadata = firewall.enter_context(dropped(behind.pid, behind.metadata))
+
+                async def let_it_fail() -> None:
+                    await trio.sleep(10.0)
+                    firewall.close()
+
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(let_it_fail)  # the kernel alone would try for two minutes
+                    name = await reader.port.add_remote_agent(metadata)
+                    await reader.port.prepare_remote(name, [behind.run])
+                    await reader.recorder.done(await reader.post([1], [2]))
+                    with trio.move_on_after(0.2) as waited:
+                        await reader.port.reach(name)
+                    assert waited.cancelled_caught
+                    await reader.port.remove_remote_agent(name)
+                    nursery.cancel_scope.cancel()
+            assert reader.port.counts().remote_agents == 1
 
         self.run(scenario)
 

@@ -33,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.conformance.ucx import in_version, listens, names, of_memory_type, unwritten
+from tests.conformance.ucx import dropped, in_version, listens, of_memory_type, unwritten
 from tests.rig.network import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -535,24 +535,6 @@ def test_fact_30_ucx_that_does_not_wait_loads_a_dead_agent_and_leaves_nothing(ov
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-@contextlib.contextmanager
-def dropped(source: Source) -> Iterator[bytes]:
-    """The metadata of a source as if what is sent to its ports of UCX were dropped: who listens there has no room."""
-    metadata = source.metadata
-    ports = [port for _, port in listens(source.process.pid) if names(metadata, port)]
-    assert ports
-    with contextlib.ExitStack() as sockets:
-        listener = sockets.enter_context(socket.create_server(("", 0), backlog=0))
-        port = listener.getsockname()[1]
-        for _ in range(3):
-            client = sockets.enter_context(socket.socket())
-            client.setblocking(False)
-            client.connect_ex(("127.0.0.1", port))
-        for each in ports:
-            metadata = metadata.replace(each.to_bytes(2, "big"), port.to_bytes(2, "big"))
-        yield metadata
-
-
 def test_fact_45_ucx_that_waits_for_its_connections_loads_no_agent_while_its_packets_are_dropped(
     over_tcp_with_waits: Pair,
 ) -> None:
@@ -566,7 +548,7 @@ def test_fact_45_ucx_that_waits_for_its_connections_loads_no_agent_while_its_pac
         except Exception as error:
             failures.append(error)
 
-    with dropped(over_tcp_with_waits.source) as metadata:
+    with dropped(over_tcp_with_waits.source.process.pid, over_tcp_with_waits.source.metadata) as metadata:
         loading = threading.Thread(target=load, args=(metadata,))
         loading.start()
         loading.join(2.0)
@@ -577,7 +559,7 @@ def test_fact_45_ucx_that_waits_for_its_connections_loads_no_agent_while_its_pac
 
 
 def test_fact_45_ucx_that_does_not_wait_loads_it_and_other_agents_are_read_meanwhile(over_tcp: Pair) -> None:
-    with dropped(over_tcp.source) as metadata:
+    with dropped(over_tcp.source.process.pid, over_tcp.source.metadata) as metadata:
         over_tcp.agent.remove_remote_agent(over_tcp.name)
         name = over_tcp.agent.add_remote_agent(metadata).decode()
         remote = over_tcp.agent.prep_xfer_dlist(name, over_tcp._rows(over_tcp.source.address), "DRAM")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+from collections.abc import Iterator
+
 import psutil
 
 BEFORE_ADDRESS = b"UCX|c"
@@ -50,3 +54,20 @@ def names(metadata: bytes, port: int) -> bool:
     """Whether UCX's address tells peers of this port. Others of a process are vLLM's, some of which end it when they
     hear a stranger."""
     return any(bytes([length, *port.to_bytes(2, "big")]) in metadata for length in (0x02, 0x82))
+
+
+@contextlib.contextmanager
+def dropped(pid: int, metadata: bytes) -> Iterator[bytes]:
+    """The metadata of a process as if what is sent to its ports of UCX were dropped: who listens there has no room."""
+    ports = [port for _, port in listens(pid) if names(metadata, port)]
+    assert ports
+    with contextlib.ExitStack() as sockets:
+        listener = sockets.enter_context(socket.create_server(("", 0), backlog=0))
+        instead = listener.getsockname()[1]
+        for _ in range(3):
+            client = sockets.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(("127.0.0.1", instead))
+        for port in ports:
+            metadata = metadata.replace(port.to_bytes(2, "big"), instead.to_bytes(2, "big"))
+        yield metadata

@@ -10,7 +10,7 @@ from typing import Any
 import trio
 
 from connector.observe.trace_writer import TraceWriter
-from connector.ports.nixl_agent import RealNixlPort, poll_cost
+from connector.ports.nixl_agent import RealNixlPort, core, poll_cost
 from connector.ports.nixl_agent.core import AgentCore
 from connector.ports.nixl_agent.looks import Looks
 from connector.ports.nixl_agent.poll_cost import PollCost
@@ -710,6 +710,22 @@ HANDSHAKE = (
         broken="a connection is used before it is known which process it leads to",
         changes=(Edit(handshake._load, "await _reach(context, peer, agents)", "pass"),),
         place=level2("proof", *RESTARTED_WHILE_A_READER_STANDS_STILL),
+    ),
+    Mutant(
+        name="UCX waits for its connections",
+        row=45,
+        broken="loading an agent whose packets are dropped holds up all others",
+        changes=(
+            Edit(
+                core._import_nixl,
+                'os.environ.setdefault("UCX_TCP_CONN_NB", "y")',
+                'os.environ["UCX_TCP_CONN_NB"] = "n"',
+            ),
+        ),
+        place=ByTest(
+            "tests/conformance/test_nixl_agent.py::TestRealNixlPort"
+            "::test_an_engine_whose_ports_drop_everything_holds_up_nobody"
+        ),
     ),
     Mutant(
         name="the first READ is waited for without end",
