@@ -55,6 +55,15 @@ def test_why_reads_a_trace_directory(tmp_path: Path) -> None:
     assert any("lease held" in line for line in rest)
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["ps", "127.0.0.1:1"]], ids=lambda arguments: arguments[0])
+def test_a_disk_that_is_full_is_said_in_a_line(arguments: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "connector", *arguments]
+        ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert ran.stderr == "nixl-actor: [Errno 28] No space left on device\n"
+    assert ran.returncode == 2
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_what_the_terminal_has_no_bytes_for_is_escaped(tmp_path: Path, encoding: str) -> None:
     """Ids come from elsewhere, and the encoding from the locale. The directory's name is no UTF-8."""

@@ -7,12 +7,13 @@ one command needs is imported by it.
 
 from __future__ import annotations
 
+import os
 import sys
 
 import typer
 
 from connector.ports.descriptors import TooFewDescriptors
-from connector.thread_limit import NO_THREAD_LEFT, NoThreadLeft
+from connector.thread_limit import NoThreadLeft
 from connector.tools.cli import keys, trace
 from connector.tools.cli.administer import drain, meet
 from connector.tools.cli.live import doctor, ps, why
@@ -37,18 +38,26 @@ app.add_typer(keys.app, name="keys")
 
 def main() -> None:
     """Entry point. Ctrl-C ends it with status 130, as shells have it; 2 where it cannot ask for want of threads or
-    descriptors."""
+    descriptors, or cannot write what it has found."""
     show_what_cannot_be_encoded()
     status = 0
     try:
         app(prog_name="nixl-actor")
     except* KeyboardInterrupt:  # in a group if it came while engines were asked, which trio does
         status = 130
-    except* NoThreadLeft:
-        say(f"nixl-actor cannot ask: {NO_THREAD_LEFT}", err=True)
+    except* (NoThreadLeft, TooFewDescriptors) as errors:
+        say(f"nixl-actor cannot ask: {_first(errors)}", err=True)
         status = 2
-    except* TooFewDescriptors:
-        say(f"nixl-actor cannot ask: {TooFewDescriptors()}", err=True)
+    except* OSError as errors:
+        say(f"nixl-actor: {_first(errors)}", err=True)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left would fail again at the end
         status = 2
     if status:
         sys.exit(status)
+
+
+def _first(errors: BaseExceptionGroup[Exception]) -> BaseException:
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
