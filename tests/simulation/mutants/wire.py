@@ -412,7 +412,7 @@ VERIFICATION = (
                 "self._feed(self._resolve(effect, known))",
             ),
         ),
-        place=Seeds(2, "handed back", (fault(Kind.READ_LIES, "d8>p8", 0.0, 0.0),), first=74),
+        place=Seeds(2, "handed back", (fault(Kind.READ_LIES, "d8>p8", 0.0, 0.0),), first=40),
     ),
     Mutant(
         name="sums of samples alone",
