@@ -282,6 +282,15 @@ async def reader_and_peer(world: NixlWorld, *, stepwise: bool) -> tuple[Reader, 
     return reader, peer
 
 
+async def reader_and_unreached_peer(world: NixlWorld) -> tuple[Reader, Peer]:
+    """The peer is paused, and was before anything could be read from it."""
+    peer = await world.open_peer(stepwise=True)
+    reader = await new_reader(world, stepwise=True)
+    await peer.pause()
+    await reader.connect(peer.metadata, peer.run)
+    return reader, peer
+
+
 async def read_in_flight(reader: Reader, peer: Peer, blocks: Sequence[int] = range(BLOCKS)) -> ReadHandle:
     """A READ from a paused stepwise peer. The first one, of one block, is over: the connection stands."""
     await reader.recorder.done(await reader.post([0], [0]))
@@ -313,10 +322,7 @@ class NixlPortSuite(ABC):
 
     def test_a_peer_is_reached_when_it_has_answered_and_nobody_else_waits_for_that(self) -> None:
         async def scenario(world: NixlWorld) -> None:
-            peer = await world.open_peer(stepwise=True)
-            reader = await new_reader(world, stepwise=True)
-            await peer.pause()
-            await reader.connect(peer.metadata, peer.run)
+            reader, peer = await reader_and_unreached_peer(world)
             with trio.move_on_after(0.3) as waited:
                 await reader.port.reach(reader.peer_name)
             assert waited.cancelled_caught
@@ -344,10 +350,7 @@ class NixlPortSuite(ABC):
 
     def test_a_peer_that_ends_before_it_answers_is_not_reached(self) -> None:
         async def scenario(world: NixlWorld) -> None:
-            peer = await world.open_peer(stepwise=True)
-            reader = await new_reader(world, stepwise=True)
-            await peer.pause()
-            await reader.connect(peer.metadata, peer.run)
+            reader, peer = await reader_and_unreached_peer(world)
 
             async def end() -> None:
                 await trio.sleep(0.1)
@@ -370,10 +373,7 @@ class NixlPortSuite(ABC):
     @pytest.mark.parametrize("how", ["removed", "closed"])
     def test_who_waits_for_a_peer_is_told_when_nobody_will_reach_it_any_more(self, how: str) -> None:
         async def scenario(world: NixlWorld) -> None:
-            peer = await world.open_peer(stepwise=True)
-            reader = await new_reader(world, stepwise=True)
-            await peer.pause()
-            await reader.connect(peer.metadata, peer.run)
+            reader, _ = await reader_and_unreached_peer(world)
 
             async def end() -> None:
                 await trio.sleep(0.1)

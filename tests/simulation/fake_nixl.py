@@ -266,7 +266,7 @@ class FakeNixlWorld:
         if connection.is_made or connection.settled.is_set():
             return
         owner, there = connection.owner, self._who_answers_for(connection.named)
-        held_up_by = next((port for port in (owner, there) if port.is_paused and not port.may_be_recalled), None)
+        held_up_by = _hindrance(owner, there)
         stalled_until = self.rules.read_stalls_until(owner.agent_name, there.agent_name)
         if held_up_by is not None:
             held_up_by.waiting.append(lambda: self._try_connection(connection))
@@ -316,7 +316,7 @@ class FakeNixlWorld:
             self._go_astray(read)
             read.initiator.see_end(read, BACKEND_ERROR)
             return
-        held_up_by = self._hindrance(read)
+        held_up_by = _hindrance(read.initiator, read.connection.target)
         if held_up_by is not None:
             held_up_by.waiting.append(lambda: self._move_on(read))
             return
@@ -343,7 +343,7 @@ class FakeNixlWorld:
         """One request of a READ is said to have failed, and the others go on."""
         read.is_stray = True
         connection = read.connection
-        is_held_up = not connection.is_made or self._hindrance(read) is not None
+        is_held_up = not connection.is_made or _hindrance(read.initiator, connection.target) is not None
         if not read.copied and not is_held_up and not connection.target.may_be_recalled:
             self._copy(read, len(read.pieces) // 2)
         names = read.initiator.agent_name, connection.target.agent_name
@@ -359,7 +359,7 @@ class FakeNixlWorld:
         """The next piece of a READ that erred early arrives."""
         if read.has_ended:
             return
-        held_up_by = self._hindrance(read)
+        held_up_by = _hindrance(read.initiator, read.connection.target)
         if held_up_by is not None:
             held_up_by.waiting.append(lambda: self._stray_on(read))
         elif (
@@ -391,12 +391,6 @@ class FakeNixlWorld:
     def _forget(self, read: FlyingRead) -> None:
         read.has_ended = True
         self._reads.pop(read, None)
-
-    def _hindrance(self, read: FlyingRead) -> FakeNixlPort | None:
-        for port in (read.initiator, read.connection.target):
-            if port.is_paused and not port.may_be_recalled:
-                return port
-        return None
 
     def _copy(self, read: FlyingRead, until: int) -> bool:
         """Copy pieces up to number `until`. False when the memory of one is gone."""
@@ -761,12 +755,12 @@ class FakeNixlPort:
             raise NixlCallFailed("post_read", NOT_FOUND, transport_lost=True)
         if local_ids.shape != remote_ids.shape or not (_fits(local_ids, here) and _fits(remote_ids, there)):
             raise NixlCallFailed("post_read", INVALID)
-        connection, sources = there.connection, there.addresses
+        connection = there.connection
         lengths = here.lengths[local_ids]
         if (lengths != there.lengths[remote_ids]).any():
             raise NixlCallFailed("post_read", INVALID)
         pieces = list(
-            zip(here.addresses[local_ids].tolist(), sources[remote_ids].tolist(), lengths.tolist(), strict=True)
+            zip(here.addresses[local_ids].tolist(), there.addresses[remote_ids].tolist(), lengths.tolist(), strict=True)
         )
         rules, target = self._world.rules, connection.target.agent_name
         return FlyingRead(
@@ -910,6 +904,11 @@ class FakeNixlPort:
     def _announce(self) -> None:
         while self._events and self._on_event is not None and not self.is_paused and not self.is_dead:
             self._on_event(self._events.popleft())
+
+
+def _hindrance(*ports: FakeNixlPort) -> FakeNixlPort | None:
+    """Whose process hangs, of those that a READ needs."""
+    return next((port for port in ports if port.is_paused and not port.may_be_recalled), None)
 
 
 def _is_within(run: MemoryRun, ranges: Sequence[tuple[int, int, MemoryKind]]) -> bool:
