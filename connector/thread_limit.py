@@ -17,10 +17,14 @@ THREAD_GONE_SECONDS_MAX = 1.0
 
 
 class NoThreadLeft(Exception):
-    """The thread was not started, or the call not made."""
+    """The thread was not started, or the call not made.
 
-    def __init__(self) -> None:
-        super().__init__(NO_THREAD_LEFT)
+    Args:
+        said: by Python, which has one exception for this and for much else; so the text is kept.
+    """
+
+    def __init__(self, said: Exception) -> None:
+        super().__init__(f"{NO_THREAD_LEFT}: {said}")
 
 
 def start_thread(thread: threading.Thread) -> None:
@@ -28,7 +32,7 @@ def start_thread(thread: threading.Thread) -> None:
     try:
         thread.start()
     except RuntimeError as error:  # all that Python says of a thread that does not start
-        raise NoThreadLeft from error
+        raise NoThreadLeft(error) from error
 
 
 def require_threads(count: int) -> None:

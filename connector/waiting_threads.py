@@ -30,4 +30,4 @@ async def call_in_thread(call: Callable[[], T]) -> T:
     except RuntimeError as error:  # as in `start_thread`
         if has_begun:
             raise
-        raise NoThreadLeft from error
+        raise NoThreadLeft(error) from error

@@ -9,11 +9,14 @@ from unittest import mock
 
 from trio._core._thread_cache import THREAD_CACHE
 
+REFUSED = "can't start new thread"
+"""What Python says."""
+
 
 @contextmanager
 def no_thread_left() -> Iterator[None]:
     """No thread starts, and trio has none left over from calls before."""
-    refused = RuntimeError("can't start new thread")
+    refused = RuntimeError(REFUSED)
     with (
         mock.patch.object(threading.Thread, "start", side_effect=refused),
         mock.patch.object(THREAD_CACHE, "_idle_workers", {}),

@@ -29,7 +29,7 @@ from connector.waiting_threads import call_in_thread
 from tests.rig.key_files import Fleet
 from tests.rig.listener import make_listener_thread, one_rank
 from tests.rig.network import free_port
-from tests.rig.thread_limit import no_thread_left
+from tests.rig.thread_limit import REFUSED, no_thread_left
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -59,7 +59,7 @@ def test_a_host_name_cannot_be_looked_up_and_later_it_can() -> None:
         names = HostNames()
         with no_thread_left(), pytest.raises(NameNotResolved) as raised:
             await names.address("localhost", 5600)
-        assert raised.value.error == NO_THREAD_LEFT
+        assert raised.value.error == f"{NO_THREAD_LEFT}: {REFUSED}"
         assert await names.address("localhost", 5600)
 
     run(test)
@@ -147,7 +147,7 @@ def test_sockets_are_not_opened_where_libzmq_would_end_the_process() -> None:
 
 def test_an_agent_is_not_made_where_ucx_would_end_the_process() -> None:
     memory = np.zeros(4096, np.uint8)
-    refused = mock.patch.object(nixl_thread, "require_threads", side_effect=NoThreadLeft)
+    refused = mock.patch.object(nixl_thread, "require_threads", side_effect=NoThreadLeft(RuntimeError(REFUSED)))
     with refused, pytest.raises(NixlCallFailed, match="no more threads"):
         RealNixlPort.open("x", [MemoryRange(memory.ctypes.data, memory.nbytes)])
 
@@ -160,4 +160,4 @@ def test_a_command_that_cannot_ask_says_why(
         with no_thread_left(), pytest.raises(SystemExit) as ended:
             nixl_actor()
         assert ended.value.code == 2
-        assert capsys.readouterr().err == f"nixl-actor cannot ask: {NO_THREAD_LEFT}\n"
+        assert capsys.readouterr().err == f"nixl-actor cannot ask: {NO_THREAD_LEFT}: {REFUSED}\n"
