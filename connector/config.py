@@ -81,8 +81,8 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     request_timeout_seconds: _Seconds = 120.0
     """How long a request may wait for its KV in all, from when its blocks are allocated on D."""
     handshake_timeout_seconds: _Seconds = 5.0
-    """How long a prefill engine may take for each answer while it is connected. An attempt has three rounds of them:
-    its first rank, the others, their control sockets; 16 ranks at a time."""
+    """How long a prefill engine may take for each answer while it is connected. An attempt has four rounds of them:
+    its first rank, the others, their control sockets, 16 ranks at a time, and the first READs."""
     quiesce_timeout_seconds: _Seconds = 30.0
     """How long a failed request waits for its READs in flight before its blocks are quarantined."""
     lease_limit_seconds: _SecondsOfBuiltin = 900.0

@@ -57,6 +57,7 @@ class Introduction(msgspec.Struct, frozen=True, kw_only=True):
         failures: attempts that failed in a row.
         engine: that answered last.
         problem: why the last attempt failed, for people; None since it was met.
+        kind: of the failure that this was, if it has a type.
     """
 
     place: Place
@@ -64,6 +65,7 @@ class Introduction(msgspec.Struct, frozen=True, kw_only=True):
     failures: int = 0
     engine: Engine | None = None
     problem: str | None = None
+    kind: str = ""
 
 
 class PauseOver(Event, frozen=True, kw_only=True):
@@ -84,6 +86,7 @@ class Failed(Event, frozen=True, kw_only=True):
 
     place: Place
     problem: str
+    kind: str = ""
 
 
 class Connected(Event, frozen=True, kw_only=True):
@@ -126,6 +129,7 @@ class SayFailed(Effect, frozen=True, kw_only=True):
 
     place: Place
     problem: str
+    kind: str = ""
 
 
 Effects: TypeAlias = tuple[AskWho | Meet | StartPause | SayFailed, ...]
@@ -139,22 +143,23 @@ def _ask(value: Introduction, event: PauseOver) -> tuple[Introduction, Effects]:
 
 def _meet(value: Introduction, event: Answered) -> tuple[Introduction, Effects]:
     if event.is_own:
-        return msgspec.structs.replace(value, state=State.OWN, engine=None, problem=None), NO_EFFECTS
+        return msgspec.structs.replace(value, state=State.OWN, engine=None, problem=None, kind=""), NO_EFFECTS
     meeting = msgspec.structs.replace(value, state=State.MEETING, engine=event.engine)
     return meeting, (Meet(place=value.place, engine=event.engine),)
 
 
 def _pause(value: Introduction, event: Failed) -> tuple[Introduction, Effects]:
     failures = value.failures + 1
-    paused = msgspec.structs.replace(value, state=State.PAUSING, failures=failures, problem=event.problem)
+    problem, kind = event.problem, event.kind
+    paused = msgspec.structs.replace(value, state=State.PAUSING, failures=failures, problem=problem, kind=kind)
     effects: Effects = (StartPause(failures=failures),)
     if value.problem is None:
-        effects = (*effects, SayFailed(place=value.place, problem=event.problem))
+        effects = (*effects, SayFailed(place=value.place, problem=problem, kind=kind))
     return paused, effects
 
 
 def _be_met(value: Introduction, event: Connected) -> tuple[Introduction, Effects]:
-    return msgspec.structs.replace(value, state=State.MET, failures=0, problem=None), NO_EFFECTS
+    return msgspec.structs.replace(value, state=State.MET, failures=0, problem=None, kind=""), NO_EFFECTS
 
 
 def _lose(value: Introduction, event: Lost) -> tuple[Introduction, Effects]:
@@ -211,8 +216,17 @@ class EngineLost(Event, frozen=True, kw_only=True):
     engine: Engine
 
 
-MEETING_TIMEOUTS = 3
-"""Handshake timeouts that an engine may take to be connected: questions about its ranks, and its control sockets."""
+class EngineNotMet(Event, frozen=True, kw_only=True):
+    """An attempt to connect an engine has failed, whoever wanted it, or was not made."""
+
+    engine: Engine
+    problem: str
+    kind: str
+
+
+MEETING_TIMEOUTS = 4
+"""Handshake timeouts that an engine may take to be connected: questions about its first rank and about the others, its
+control sockets, the first READs."""
 
 
 class IntroductionLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -233,7 +247,8 @@ class IntroductionLimits(msgspec.Struct, frozen=True, kw_only=True):
 class Introductions:
     """All of a rank. Sans I/O: `handle` and `advance` return what to do, in order. See the module's docstring.
 
-    Its events are Named, EngineConnected and EngineLost, and of the machine those that name a place: Answered, Failed.
+    Its events are Named, EngineConnected, EngineLost and EngineNotMet, and of the machine those that name a place:
+    Answered, Failed.
 
     Args:
         identity: of the rank; it decides where in a range its pauses end (`pauses.spread_ns`).
@@ -278,6 +293,10 @@ class Introductions:
                 self._tell(engine, Connected(), now_ns)
             case EngineLost(engine=engine):
                 self._tell(engine, Lost(), now_ns)
+            case EngineNotMet(engine=engine, problem=problem, kind=kind):
+                for place in self._places_of(engine):
+                    if self._values[place].state is State.MEETING:  # others did not ask for this attempt
+                        self._step(place, Failed(place=place, problem=problem, kind=kind), now_ns)
             case _:
                 raise TypeError(f"{type(event).__name__} is not an event of this core")
         return self._take_effects()
@@ -334,8 +353,11 @@ class Introductions:
         return since_ns is not None and forget_ns is not None and now_ns - since_ns >= forget_ns
 
     def _tell(self, engine: Engine, event: Event, now_ns: int) -> None:
-        for place in sorted(self._of_engine.get(engine, ())):
+        for place in self._places_of(engine):
             self._step(place, event, now_ns)
+
+    def _places_of(self, engine: Engine) -> list[Place]:
+        return sorted(self._of_engine.get(engine, ()))
 
     def _step(self, place: Place, event: Event, now_ns: int) -> None:
         before = self._values[place]
@@ -382,4 +404,4 @@ class Introductions:
         return effects
 
 
-NOT_CONNECTED = "it answers, and could not be connected; the log says why, unless peer_limit engines are connected"
+NOT_CONNECTED = "it answers, and was not connected in time"

@@ -204,6 +204,13 @@ class TellUnread(Effect, frozen=True, kw_only=True):
     message: Any
 
 
+class NoteNotMet(Effect, frozen=True, kw_only=True):
+    """There is no room for an engine that no request needs."""
+
+    key: PeerKey
+    failure: Failure
+
+
 class NoteQuarantine(Effect, frozen=True, kw_only=True):
     """The limit of the quarantine was reached, or room has come back. `blocks` are in quarantine now."""
 
@@ -235,7 +242,7 @@ class Refuse(Effect, frozen=True, kw_only=True):
     ended: request.Request
 
 
-RosterEffect: TypeAlias = Admit | HandOver | TellUnread | NoteQuarantine | Retire | Recall | Refuse
+RosterEffect: TypeAlias = Admit | HandOver | TellUnread | NoteNotMet | NoteQuarantine | Retire | Recall | Refuse
 
 
 # --- the core -------------------------------------------------------------------------------------------------------
@@ -333,7 +340,8 @@ class Roster:
                 return self._ask(event, now_ns)
             case MeetAsked():
                 if self._stopped is None or event.key in self._entries:
-                    return self._hand_over(event, now_ns, takes_connected=False)
+                    handed_over = self._hand_over(event, now_ns, takes_connected=False)
+                    return handed_over or [NoteNotMet(key=event.key, failure=self._crowded(event))]
             case RequestEnded(request_id=request_id):
                 self._of_request.pop(request_id, None)
             case AbortAsked(request_id=request_id, message=message):
@@ -384,8 +392,7 @@ class Roster:
             if entry is not None and not asked.is_awaited:
                 # There is no room to recall it. It may hold the lease for this request, which may have ended.
                 return [HandOver(key=key, message=asked.message)]
-            crowded = TooManyPeers(peer=key.engine_id, address=asked.place, limit=self._members_max)
-            return self._turn_away_for_now(asked, entry, crowded)
+            return self._turn_away_for_now(asked, entry, self._crowded(asked))
         if asked.is_awaited:
             self._of_request[asked.request_id] = key
         return effects
@@ -409,6 +416,9 @@ class Roster:
         else:
             entry.asked_ns = now_ns
         return [*effects, HandOver(key=key, message=message)]
+
+    def _crowded(self, asked: Asked | MeetAsked) -> TooManyPeers:
+        return TooManyPeers(peer=asked.key.engine_id, address=asked.place, limit=self._members_max)
 
     def _turn_away(self, asked: Asked, failure: Failure) -> list[RosterEffect]:
         if not asked.is_awaited:

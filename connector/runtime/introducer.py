@@ -2,7 +2,7 @@ r"""The executor of the `Introductions` core (`statemachine/introduction.py`): a
 requests.
 
     option known_peers, nixl-actor meet --Named--> core --AskWho--> side channel --Answered, Failed--> core
-    supervisor --EngineConnected, EngineLost--------^ \--Meet--> a command to the roster, as a request's is
+    supervisor --EngineConnected, Lost, NotMet------^ \--Meet--> a command to the roster, as a request's is
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from connector.wire.administration import MEET_PLACES_MAX, MeetReport, PlaceRow
 from connector.wire.bounded import DecodeFailed
 from connector.wire.handshake import decode_advertisement, encode_request
 from statemachine import introduction as core
+from statemachine.failures import Failure
 from statemachine.introduction import IntroductionLimits, Introductions
 from statemachine.kernel import Event
 from statemachine.roster import PeerKey
@@ -117,12 +118,17 @@ class Introducer:
         """A member has taken back its connection, or has ended."""
         self._feed(core.EngineLost(engine=key))
 
+    def note_not_met(self, key: PeerKey, failure: Failure) -> None:
+        """An attempt to connect it has failed, or was not made."""
+        self._feed(core.EngineNotMet(engine=key, problem=str(failure), kind=failure.kind))
+
     def _row(self, place: str) -> PlaceRow:
         value = self._core.get(place)
         if value is None:
             return PlaceRow(place=place, state="unknown", engine_id="", problem=TOO_MANY)
         engine_id = value.engine.engine_id if isinstance(value.engine, PeerKey) else ""
-        return PlaceRow(place=place, state=value.state.value, engine_id=engine_id, problem=value.problem or "")
+        problem, kind = value.problem or "", value.kind
+        return PlaceRow(place=place, state=value.state.value, engine_id=engine_id, problem=problem, kind=kind)
 
     def _feed(self, event: Event) -> list[core.CoreEffect]:
         """Returns what was carried out because of it."""
@@ -150,8 +156,9 @@ class Introducer:
                     pp_size=engine.pp_size,
                 )
                 self._meet(MeetPeer(peer=address))
-            case core.SayFailed(place=place, problem=problem):
-                self._say(f"the engine at {place} cannot be met before its first request: {problem}")
+            case core.SayFailed(place=place, problem=problem, kind=kind):
+                why = f"{kind}: {problem}" if kind else problem
+                self._say(f"the engine at {place} cannot be met before its first request: {why}")
             case core.SayForgotten(place=place, unmet_ns=unmet_ns):
                 seconds = unmet_ns / NS_PER_SECOND
                 self._say(f"{place} is forgotten: nobody could be met there for {seconds:.0f} s")

@@ -91,6 +91,7 @@ class PeerActor:
         key: of this actor among those of the rank.
         tell_roster: told of what concerns the other actors: connections, and requests that this one is done with.
         on_disconnected: called when there is no connection any more; READs that hang may still stand on it.
+        on_not_met: told why an attempt to connect has failed, or was not made for who wants to meet the engine.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class PeerActor:
         address: PeerAddress,
         tell_roster: Callable[[Event], None],
         on_disconnected: Callable[[], None],
+        on_not_met: Callable[[Failure], None],
     ) -> None:
         self._context = context
         self._key = key
@@ -128,6 +130,7 @@ class PeerActor:
             on_sums=lambda number, rank, answer: self._sums.take(number, rank, answer),
         )
         self._on_disconnected = on_disconnected
+        self._on_not_met = on_not_met
         self._was_connected = False
         self._sums = SumsOfPeer(self._connections.ask_sums)
         # What is being handled: a command, or the event that it was made into.
@@ -406,6 +409,8 @@ class PeerActor:
                         self._pass_to_successor(effect)
                     case core.NoteHandshakeFailure():
                         self._note_handshake_failure(effect)
+                    case core.NoteNotMet(failure=failure):
+                        self._on_not_met(failure)
                     case core.NoteLeaving():
                         self._note_leaving(effect)
                     case _:

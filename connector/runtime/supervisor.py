@@ -370,6 +370,8 @@ class Supervisor:
                                 keeps_lease=isinstance(command, StartPull) and command.keeps_lease,
                             )
                         )
+                    case roster.NoteNotMet(key=key, failure=failure):
+                        self._introducer.note_not_met(key, failure)
                     case roster.NoteQuarantine(is_full=is_full, blocks=blocks, limit_blocks=limit):
                         self._context.event_log.quarantine(blocks, limit, is_full=is_full)
                     case _:
@@ -385,8 +387,8 @@ class Supervisor:
 
     def _admit(self, key: PeerKey, address: PeerAddress) -> None:
         assert self._nursery is not None
-        lost = partial(self._introducer.note_lost, key)
-        actor = PeerActor(self._context, key, address, self._tell_roster, lost)
+        lost, not_met = partial(self._introducer.note_lost, key), partial(self._introducer.note_not_met, key)
+        actor = PeerActor(self._context, key, address, self._tell_roster, lost, not_met)
         self._nursery.start_soon(self._run_peer, key, actor)
         self._peers[key] = actor
 

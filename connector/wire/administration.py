@@ -63,12 +63,14 @@ class PlaceRow(msgspec.Struct, frozen=True, kw_only=True):
         state: that of `statemachine.introduction`, met when it is connected; unknown: it was not taken.
         engine_id: of the engine that has answered there.
         problem: why the last attempt failed.
+        kind: of the failure (`statemachine.failures`) that this was, if it has a type.
     """
 
     place: str
     state: str
     engine_id: str
     problem: str
+    kind: str = ""
 
 
 class MeetReport(msgspec.Struct, frozen=True, kw_only=True, tag="meet_report"):

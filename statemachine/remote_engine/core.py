@@ -54,6 +54,7 @@ from statemachine.remote_engine.messages import (
     MeetAsked,
     NoteHandshakeFailure,
     NoteLeaving,
+    NoteNotMet,
     NotificationFailed,
     PassToSuccessor,
     PostReads,
@@ -262,6 +263,9 @@ class RemoteEngine:
                 self.address = address
                 if self._peer.state is peer.State.IDLE:
                     self._step_peer(peer.Wanted(), now_ns)
+                elif self._peer.state in (peer.State.BACKOFF, peer.State.INCOMPATIBLE):
+                    assert self._peer.failure is not None
+                    self._outcome.effects.append(NoteNotMet(failure=self._refusal(self._peer.failure, now_ns)))
             case AbortAsked(request_id=request_id):
                 self._step_request(request_id, request.Aborted(), now_ns)
             case _:
@@ -588,6 +592,7 @@ class RemoteEngine:
                 self._step_departure(departure.AttemptFailed(), now_ns, cause)
             if is_awaited:
                 self._outcome.effects.append(NoteHandshakeFailure())
+            self._outcome.effects.append(NoteNotMet(failure=cause))
             # A new process may come where one has left; while the port refuses, asking costs nothing.
             begins_backoff = is_awaited and not (has_left and isinstance(failure, ConnectionRefused))
             if not (is_awaited or has_left):

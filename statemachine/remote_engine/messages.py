@@ -375,6 +375,13 @@ class NoteLeaving(Effect, frozen=True, kw_only=True):
     grace_ns: int
 
 
+class NoteNotMet(Effect, frozen=True, kw_only=True):
+    """For whoever wants the engine connected although no request needs it: an attempt has failed, or none is made
+    during the delay after one that has."""
+
+    failure: Failure
+
+
 class NoteHandshakeFailure(Effect, frozen=True, kw_only=True):
     """A handshake failed that requests wait for; said once, however many they are."""
 
@@ -395,5 +402,6 @@ EngineEffect: TypeAlias = (
     | PassToSuccessor
     | NoteLeaving
     | NoteHandshakeFailure
+    | NoteNotMet
 )
 """What the core of one prefill engine may have its executor do."""

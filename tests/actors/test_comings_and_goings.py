@@ -214,6 +214,28 @@ def test_an_engine_that_is_named_while_it_is_away_is_met_when_it_comes_and_when_
     run(test)
 
 
+def test_who_cannot_be_met_is_told_at_once_with_the_kind_of_the_failure() -> None:
+    """Before any bound of an attempt, and with two engines of which one has taken the only place."""
+
+    async def test() -> None:
+        options = ConnectorOptions(peer_limit=1, backoff_initial_seconds=60.0, backoff_max_seconds=60.0)
+        async with (
+            engine("unlike", serves=True, head_bytes=64) as unlike,
+            engine("p", serves=True) as p,
+            engine("q", serves=True) as q,
+            engine("d", options=options) as d,
+        ):
+            for each, kind in ((unlike, "Incompatible"), (p, ""), (q, "TooManyPeers")):
+                place = f"{HOST}:{each.address.port}"
+                with trio.fail_after(options.handshake_timeout_seconds):
+                    while (row := (await meet(d, place)).rows[0]).state in ("asking", "meeting"):
+                        await trio.sleep(0.05)
+                assert (row.state, row.kind) == ("pausing" if kind else "met", kind)
+                assert bool(row.problem) is bool(kind)
+
+    run(test)
+
+
 def test_what_tools_may_do_is_asked_of_the_engine_first() -> None:
     async def test() -> None:
         async with engine("p", serves=True) as p:

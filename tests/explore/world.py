@@ -86,6 +86,7 @@ from statemachine.remote_engine import (
     MeetAsked,
     NoteHandshakeFailure,
     NoteLeaving,
+    NoteNotMet,
     NotificationFailed,
     NotifyReleases,
     PassToSuccessor,
@@ -1138,7 +1139,7 @@ class Turn:
                 self.feed(core, event)
             case ResolveBlocks():
                 pass  # the shelf has answered it
-            case NoteHandshakeFailure() | NoteLeaving():
+            case NoteHandshakeFailure() | NoteLeaving() | NoteNotMet():
                 pass  # for people
             case _:
                 assert_never(effect)

@@ -8,6 +8,9 @@ sends again after pauses that double, up to two minutes.
 from __future__ import annotations
 
 import itertools
+import re
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -16,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from connector.addresses import join_address
 from tests.integration.house import SHAPE, check_loaded, wait_for_reads
 from tests.integration.traces import Traces
 from tests.rig import OURS, EngineOptions, EngineRig, RequestOutcome, RequestSpec, free_port, prompt
@@ -95,6 +99,16 @@ class Machines:
         """One prompt from there, of one block: the leases of many that fail fit into P's pool."""
         name, tokens = self.new(20)
         return name, self.d.decode(name, tokens, prefill.prefill(name, tokens))
+
+    def meet_p(self) -> tuple[int, str]:
+        """`nixl-actor meet` with `d` and `p`; its status and what it says."""
+        where = self.lan.machines["d"].process
+        options = (self.d.options, self.p.options)
+        places = [join_address(each.side_channel_host, each.side_channel_port) for each in options]
+        nixl_actor = str(Path(sys.executable).with_name("nixl-actor"))
+        command = ["nsenter", f"--net=/proc/{where}/ns/net", nixl_actor, "meet", *places]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        return done.returncode, done.stdout
 
     def expect_read(self, prefill: EngineRig) -> None:
         name, tokens = self.new()
@@ -184,6 +198,9 @@ def test_an_engine_whose_memory_cannot_be_reached_costs_no_blocks_and_holds_up_n
         assert holdings is not None
         assert holdings.reads == 0
     assert set(refused) <= {"FirstReadNeverEnded", "PeerBackoff"}
+    status, said = machines.meet_p()
+    assert status == 1
+    assert re.search(r"FirstReadNeverEnded|PeerBackoff.*\(FirstReadNeverEnded\)", said), said
     machines.lan.heal()
     machines.wait_until_read(PAUSE_SECONDS_MAX + TOLERANCE_SECONDS)
 

@@ -19,14 +19,16 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from connector.observe.advice import advice_of
 from connector.observe.trace_log import open_trace_log
 from connector.tools.asking import Address, AddressError, chosen_addresses, parse_address
 from connector.tools.cli.main import app
 from connector.tools.explanation import Live
 from connector.tools.live import EngineReport, RankReport, Survey
+from connector.wire.administration import MeetReport, PlaceRow
 from connector.wire.handshake import Advertisement
 from connector.wire.inspection import AnyRow, EngineCounts, RecordRow, RequestRow
-from statemachine.failures import AbortedByClient
+from statemachine.failures import AbortedByClient, FirstReadNeverEnded, Incompatible
 from statemachine.trace import TransitionRecord
 from tests.rig.network import free_port
 from tests.unit.test_diagnosis import engine
@@ -508,6 +510,32 @@ def test_an_ipv6_address_is_said_as_it_may_be_given_again(monkeypatch: pytest.Mo
     monkeypatch.setattr("connector.tools.administration.meet", lambda engine, places, **_: met.extend(places) or {})
     assert runner.invoke(app, ["meet", "h:1", "[::1]:5600", "h:2"]).exit_code == 0
     assert met == ["[::1]:5600", "h:2"]
+
+
+def test_who_could_not_be_met_is_told_with_the_reason_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    unlike = Incompatible(peer="p", address="h:1", field="dtype", local="bf16", remote="fp8", advice="start both alike")
+    unread = FirstReadNeverEnded(peer="q", address="h:2", worker="PP 0 TP 1", timeout_seconds=5.0)
+    rows = (
+        PlaceRow(place="h:1", state="pausing", engine_id="p", problem=str(unlike), kind=unlike.kind),
+        PlaceRow(place="h:2", state="asking", engine_id="q", problem=str(unread), kind=unread.kind),
+        PlaceRow(place="h:3", state="pausing", engine_id="", problem="nothing listens there"),
+        PlaceRow(place="h:4", state="met", engine_id="r", problem=""),
+        PlaceRow(place="h:5", state="pausing", engine_id="s", problem="as later versions say", kind="OfALaterVersion"),
+    )
+    reports = {(0, 0): MeetReport(rows=rows)}
+    monkeypatch.setattr("connector.tools.administration.meet", lambda *_, **__: reports)
+    answer = runner.invoke(app, ["meet", "d:1", "h:1"])
+    assert answer.exit_code == 1
+    assert answer.output.splitlines() == [
+        "rank 0.0, h:1: pausing engine p: Incompatible: prefill engine p at h:1 is incompatible: dtype is fp8 there "
+        "and bf16 here",
+        "    start both alike",
+        f"rank 0.0, h:2: asking engine q: FirstReadNeverEnded: {unread}",
+        f"    {advice_of(unread)}",
+        "rank 0.0, h:3: pausing: nothing listens there",
+        "rank 0.0, h:4: met engine r",
+        "rank 0.0, h:5: pausing engine s: OfALaterVersion: as later versions say",
+    ]
 
 
 def test_an_engine_that_is_silent_at_an_ipv6_address_is_the_peer_that_is_known_there() -> None:

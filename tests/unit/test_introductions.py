@@ -12,6 +12,7 @@ from statemachine.introduction import (
     AskWho,
     EngineConnected,
     EngineLost,
+    EngineNotMet,
     Failed,
     IntroductionLimits,
     Introductions,
@@ -127,9 +128,33 @@ def test_ranks_that_lose_an_engine_together_do_not_come_back_together() -> None:
 def test_one_that_answers_and_is_not_connected_in_time_is_tried_again() -> None:
     core = named(A)
     answer(core, A, FIRST, 0)
-    assert core.advance(98) == []
-    assert core.advance(99) == [SayFailed(place=A, problem=introduction.NOT_CONNECTED)]
-    assert core.advance(109) == [AskWho(place=A)]
+    assert core.advance(131) == []
+    assert core.advance(132) == [SayFailed(place=A, problem=introduction.NOT_CONNECTED)]
+    assert core.advance(142) == [AskWho(place=A)]
+
+
+def test_who_hears_why_an_attempt_failed_pauses_at_once() -> None:
+    core = named(A, B)
+    failed = EngineNotMet(engine=FIRST, problem="no READ", kind="FirstReadNeverEnded")
+    assert core.handle(failed, 0) == [], "nobody is there, as far as is known"
+    answer(core, A, FIRST, 0)
+    assert core.handle(failed, 5) == [SayFailed(place=A, problem="no READ", kind="FirstReadNeverEnded")]
+    assert core.handle(failed, 6) == [], "an attempt that it has not asked for"
+    assert (state(core), state(core, B)) == (State.PAUSING, State.ASKING)
+    value = core.get(A)
+    assert value is not None
+    assert (value.problem, value.kind) == ("no READ", "FirstReadNeverEnded")
+    assert core.advance(15) == [AskWho(place=A)]
+    assert core.handle(failed, 15) == [], "who is there now is being asked"
+    assert state(core) is State.ASKING
+    fail(core, A, "nobody", 15)
+    value = core.get(A)
+    assert value is not None
+    assert (value.problem, value.kind) == ("nobody", "")
+    core.advance(35)
+    met(core, now_ns=35)
+    assert core.handle(failed, 36) == [], "it is connected again"
+    assert state(core) is State.MET
 
 
 def test_who_has_taken_its_place_is_met() -> None:

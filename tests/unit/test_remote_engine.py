@@ -66,6 +66,7 @@ from statemachine.remote_engine import (
     LinkLost,
     MeetAsked,
     NoteHandshakeFailure,
+    NoteNotMet,
     NotificationFailed,
     NotifyReleases,
     PassToSuccessor,
@@ -1071,7 +1072,7 @@ def test_a_failed_handshake_fails_who_waits_and_is_said_once() -> None:
     drive.start("a")
     drive.start("b")
     effects = drive.feed(ConnectFailed(failure=SILENT))
-    assert effects == [NoteHandshakeFailure(), failed("a", SILENT), failed("b", SILENT)]
+    assert effects == [NoteHandshakeFailure(), NoteNotMet(failure=SILENT), failed("a", SILENT), failed("b", SILENT)]
     (report,) = drive.start("c")
     assert isinstance(report, Report)
     assert isinstance(report.failure, PeerBackoff)
@@ -1097,7 +1098,7 @@ def test_attempts_to_say_releases_hold_nobody_up(failure: Failure) -> None:
     drive.feed(LinkLost(connection=1, detail="reset"))
     assert drive.feed(TornDown(connection=1)) == [StartHandshake(address=ADDRESS)]
     for _ in range(3):
-        assert drive.feed(ConnectFailed(failure=failure)) == [], "nobody waits, so nobody is told"
+        assert drive.feed(ConnectFailed(failure=failure)) == [NoteNotMet(failure=failure)], "no request waits"
         assert drive.state is peer.State.IDLE
         assert drive.wait(LIMITS.lease_ns // ATTEMPTS_PER_LEASE - 1) == []
         assert drive.wait(1) == [StartHandshake(address=ADDRESS)]
@@ -1107,6 +1108,25 @@ def test_attempts_to_say_releases_hold_nobody_up(failure: Failure) -> None:
     assert [each.leases for each in told] == [(A,)], "while its lease may last"
 
 
+def test_who_wants_to_meet_it_is_told_of_each_attempt_that_fails_and_of_the_pause_after_one_of_a_request() -> None:
+    drive, asked = Driver(), MeetAsked(address=ADDRESS, message=None)
+    for _ in range(2):
+        assert drive.feed(asked) == [StartHandshake(address=ADDRESS)], "an attempt for nobody begins no pause"
+        assert drive.feed(ConnectFailed(failure=SILENT)) == [NoteNotMet(failure=SILENT)]
+    for failure in (SILENT, UNLIKE):
+        drive.start("a")
+        drive.feed(ConnectFailed(failure=failure))
+        (noted,) = drive.feed(asked)
+        assert isinstance(noted, NoteNotMet)
+        if failure is UNLIKE:
+            assert noted.failure == UNLIKE
+        else:
+            assert isinstance(noted.failure, PeerBackoff)
+            assert noted.failure.last == SILENT.kind
+        drive.wait(noted.failure.retry_in_seconds * S if isinstance(noted.failure, PeerBackoff) else 90 * S)
+    assert drive.feed(asked) == [StartHandshake(address=ADDRESS)]
+
+
 def test_an_attempt_that_a_request_joins_is_made_for_it() -> None:
     drive = reading()
     drive.held(60 * S)
@@ -1114,7 +1134,8 @@ def test_an_attempt_that_a_request_joins_is_made_for_it() -> None:
     drive.feed(LinkLost(connection=1, detail="reset"))
     drive.feed(TornDown(connection=1))
     assert drive.start("c", C) == []
-    assert drive.feed(ConnectFailed(failure=SILENT)) == [NoteHandshakeFailure(), failed("c", SILENT)]
+    noted = [NoteHandshakeFailure(), NoteNotMet(failure=SILENT)]
+    assert drive.feed(ConnectFailed(failure=SILENT)) == [*noted, failed("c", SILENT)]
     assert drive.state is peer.State.BACKOFF
 
 
@@ -1339,7 +1360,7 @@ def test_a_crash_fails_what_is_in_hand_and_the_handshake_in_flight() -> None:
     drive.start("a")
     effects = drive.feed(Crashed(failure=CRASH))
     assert effects[0] == failed("a", CRASH)
-    assert [type(effect) for effect in effects[1:]] == [NoteHandshakeFailure]
+    assert [type(effect) for effect in effects[1:]] == [NoteHandshakeFailure, NoteNotMet]
     assert drive.state is peer.State.BACKOFF
     assert drive.connect() == [TearDown(connection=1)], "what the lost attempt made"
     assert drive.feed(TornDown(connection=1)) == []

@@ -23,6 +23,7 @@ from statemachine.roster import (
     Ended,
     HandOver,
     MeetAsked,
+    NoteNotMet,
     NoteQuarantine,
     PeerKey,
     QuarantineBegan,
@@ -216,7 +217,8 @@ def test_none_that_is_connected_makes_room_for_one_that_is_only_to_be_met() -> N
     drive.connect(A)
     assert retired(drive.meet(C, 2)) == ["b"]
     drive.connect(C)
-    assert drive.meet(D, 3) == []
+    crowded = TooManyPeers(peer="d", address="d:1", limit=2)
+    assert drive.meet(D, 3) == [NoteNotMet(key=D, failure=crowded)]
     assert retired(drive.ask(D, 4, is_awaited=False)) == ["a"], "a request in the queue needs it"
 
 
@@ -617,7 +619,8 @@ class Orders(RuleBasedStateMachine):
             assert effects == [handed]
             self.asked_ns[key] = self.now_ns
         elif not has_room and not free:
-            assert effects == []
+            crowded = TooManyPeers(peer=key.engine_id, address=place, limit=self.LIMIT)
+            assert effects == [NoteNotMet(key=key, failure=crowded)]
         else:
             assert effects[-2:] == [begins, handed]
             self.expect(effects[:-2], [] if has_room else free[:1])

@@ -103,6 +103,7 @@ def meet(
     It goes on trying those that do not answer, and connects them again when they are back. One that could not be met
     for `engine_ttl` is forgotten.
     """
+    from connector.observe.advice import told
     from connector.tools.administration import FINAL_STATES, AdministrationError
     from connector.tools.administration import meet as meet_engines
     from connector.tools.asking import AddressError, parse_address
@@ -121,8 +122,11 @@ def meet(
     for (stage, rank), report in reports.items():
         for row in report.rows:
             name = f" engine {row.engine_id}" if row.engine_id else ""
-            problem = f": {row.problem}" if row.problem else ""
+            what, advice = told(row.kind or None, row.problem)
+            problem = ": ".join(("", *(part for part in (row.kind, what) if part)))
             say(f"rank {stage}.{rank}, {row.place}: {row.state}{name}{problem}")
+            if advice:
+                say(f"    {advice}")
     rows = [row for report in reports.values() for row in report.rows]
     are_met = all(row.state in FINAL_STATES and row.state != "unknown" for row in rows)
     raise typer.Exit(SERVED if are_met else BAD)

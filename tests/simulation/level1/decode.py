@@ -696,7 +696,7 @@ class DecodeRank:
                     self.life.hear_report(pull, self.number, ended.failure, is_quarantined=False)
                 case roster.TellUnread(key=key, message=pull):
                     self._tell_unread(self.readers[key], pull)
-                case roster.NoteQuarantine():
+                case roster.NoteQuarantine() | roster.NoteNotMet():
                     pass  # for people
                 case _:
                     assert_never(effect)

@@ -84,6 +84,7 @@ class Reader(Executor):
                 core.LiftQuarantine: self._lift_quarantine,
                 core.PassToSuccessor: self._pass_to_successor,
                 core.NoteHandshakeFailure: self._note_handshake_failure,
+                core.NoteNotMet: lambda _: None,  # nobody meets engines here before a request does
             },
         )
         self.rank = rank

@@ -15,6 +15,7 @@ from tests.simulation.mutants.places import LEAVES, LENDING, within
 SCHEDULER = "tests/unit/test_connector_scheduler.py"
 LEAVING = "tests/unit/test_leaving_engine.py"
 MACHINE = "tests/unit/test_draining_machine.py"
+ENGINE = "tests/unit/test_remote_engine.py"
 INTRODUCTIONS = "tests/unit/test_introductions.py"
 SIGTERM = "tests/unit/test_sigterm.py"
 KNOWN_AND_AWAY = (fault(Kind.KNOWN_PEER, "d0>p0", 0.0, 1.0), fault(Kind.CRASH_NEW_ID, "p0", 1.0, 20.0))
@@ -152,6 +153,23 @@ MUTANTS = (
             Edit(introduction.Introductions._step, "spread_ns(pause_ns, self._identity, place, failures)", "pause_ns"),
         ),
         place=ByTest(INTRODUCTIONS + "::test_ranks_that_lose_an_engine_together_do_not_come_back_together"),
+    ),
+    Mutant(
+        name="who meets an engine is not told of an attempt that failed",
+        broken="why an engine cannot be met is known to the log alone, and it is asked again late",
+        changes=(
+            Edit(RemoteEngine._fail_handshake, "self._outcome.effects.append(NoteNotMet(failure=cause))", "pass"),
+        ),
+        place=ByTest(
+            ENGINE + "::test_who_wants_to_meet_it_is_told_of_each_attempt_that_fails_and_of_the_pause_after"
+            "_one_of_a_request"
+        ),
+    ),
+    Mutant(
+        name="attempts of others count as an answer",
+        broken="an engine that is asked who it is answers to somebody who waits no more, and its place is stuck",
+        changes=(Edit(introduction.Introductions.handle, "self._values[place].state is State.MEETING", "True"),),
+        place=ByTest(INTRODUCTIONS + "::test_who_hears_why_an_attempt_failed_pauses_at_once"),
     ),
     Mutant(
         name="said each time",
