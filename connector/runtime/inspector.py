@@ -33,6 +33,7 @@ from connector.observe.traced import QUEUED
 from connector.ports.side_channel import Listener, ReplyAddress
 from connector.protocol import LoadFailed, LocalPrefill, LocalPrefillsSeen, RoomLacking
 from connector.runtime.context import ActorContext
+from connector.runtime.introducer import BUILTIN, Introducer, answered_by
 from connector.runtime.lease_keeper import LeaseKeeper
 from connector.runtime.mailbox import Mailbox
 from connector.runtime.peer_actor import PeerActor
@@ -112,6 +113,7 @@ class Inspector:
         peers: Mapping[PeerKey, PeerActor],
         roster: Roster,
         lease_keeper: LeaseKeeper,
+        introducer: Introducer,
         control: Listener,
         deferred: Sized,
         stopped: Callable[[], str | None],
@@ -121,6 +123,7 @@ class Inspector:
         self._peers = peers
         self._roster = roster
         self._lease_keeper = lease_keeper
+        self._introducer = introducer
         self._control = control
         self._deferred = deferred
         self._stopped = stopped
@@ -247,6 +250,9 @@ class Inspector:
             case "without_room":
                 lacking = list(self._without_room)
                 return _Source(lacking, lambda request_id, what: what in request_id, self._without_room_row)
+            case "introductions":
+                places = [value.place for value in self._introducer.unmet()]
+                return _Source(places, lambda place, what: what in place, self._introduction_row)
             case "records":
                 steps = self._context.recorder.flight.newest_first()
                 return _Source(
@@ -544,6 +550,20 @@ class Inspector:
             quarantined_blocks=lacking.quarantined,
             lent_back_blocks=lacking.lent_back,
             since_seconds=self._passed(since_ns),
+        )
+
+    def _introduction_row(self, place: str) -> AnyRow | None:
+        value = self._introducer.get(place)
+        if value is None:
+            return None
+        return inspection.IntroductionRow(
+            place=text(place),
+            state=value.state.value,
+            engine_id=text(answered_by(value)),
+            failures=value.failures,
+            failure=value.kind or None,
+            detail=optional_text(value.problem, DETAIL_LENGTH_MAX),
+            is_builtin=value.problem == BUILTIN,
         )
 
     def _record_row(self, number: int, fields: tuple[Any, ...]) -> AnyRow:

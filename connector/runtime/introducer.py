@@ -35,6 +35,11 @@ BUILTIN = (
 TOO_MANY = f"not named: {core.PLACES_MAX} places are known already, and all are met, being asked or named by an option"
 
 
+def answered_by(value: core.Introduction) -> str:
+    """Of the engine that answered last; empty: none has."""
+    return value.engine.engine_id if isinstance(value.engine, PeerKey) else ""
+
+
 class Introducer:
     """See the module's docstring. All methods are called in the trio thread.
 
@@ -86,6 +91,14 @@ class Introducer:
         """Whether anybody is named."""
         return bool(self._to_name or self._core.values())
 
+    def unmet(self) -> tuple[core.Introduction, ...]:
+        """Those that are still to be met."""
+        done = (core.State.MET, core.State.OWN)
+        return tuple(value for value in self._core.values() if value.state not in done)
+
+    def get(self, place: str) -> core.Introduction | None:
+        return self._core.get(place)
+
     async def run(self) -> None:
         """Until cancelled."""
         async with trio.open_nursery() as nursery:
@@ -126,9 +139,8 @@ class Introducer:
         value = self._core.get(place)
         if value is None:
             return PlaceRow(place=place, state="unknown", engine_id="", problem=TOO_MANY)
-        engine_id = value.engine.engine_id if isinstance(value.engine, PeerKey) else ""
         problem, kind = value.problem or "", value.kind
-        return PlaceRow(place=place, state=value.state.value, engine_id=engine_id, problem=problem, kind=kind)
+        return PlaceRow(place=place, state=value.state.value, engine_id=answered_by(value), problem=problem, kind=kind)
 
     def _feed(self, event: Event) -> list[core.CoreEffect]:
         """Returns what was carried out because of it."""

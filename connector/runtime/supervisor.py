@@ -149,6 +149,7 @@ class Supervisor:
             peers=self._peers,
             roster=self._roster,
             lease_keeper=self._lease_keeper,
+            introducer=self._introducer,
             control=control,
             deferred=self._deferred,
             stopped=self._why_stopped,

@@ -55,6 +55,7 @@ What: TypeAlias = Literal[
     "quarantines",
     "local_prefills",
     "without_room",
+    "introductions",
     "records",
 ]
 
@@ -412,6 +413,33 @@ class WithoutRoomRow(Row, frozen=True, kw_only=True):
         return self.what, self.request_id
 
 
+class IntroductionRow(Row, frozen=True, kw_only=True):
+    """A prefill engine that is to be met before a request needs it, by an option or a tool, and is not yet.
+
+    Attributes:
+        place: host:port of its side channel.
+        state: that of `statemachine.introduction`.
+        engine_id: of the engine that answered there last; empty: none has.
+        failures: attempts that failed in a row.
+        failure, detail: kind, if it has one, and sentence of why the last one did; None: none has.
+        is_builtin: it runs the built-in connector, and is met with its first request.
+    """
+
+    what: ClassVar[What] = "introductions"
+
+    place: str
+    state: str
+    engine_id: str
+    failures: int
+    failure: str | None
+    detail: str | None
+    is_builtin: bool
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        return self.what, self.place
+
+
 class RecordRow(Row, frozen=True, kw_only=True):
     """A step of the flight recorder; the newest come first. `age_seconds`: since it was taken."""
 
@@ -435,6 +463,7 @@ AnyRow: TypeAlias = (
     | QuarantineRow
     | LocalPrefillRow
     | WithoutRoomRow
+    | IntroductionRow
     | RecordRow
 )
 WHATS: tuple[What, ...] = tuple(kind.what for kind in get_args(AnyRow))

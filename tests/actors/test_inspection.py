@@ -34,6 +34,7 @@ from connector.wire.inspection import (
     EngineRow,
     HoldRow,
     Inspect,
+    IntroductionRow,
     LeaseRow,
     LocalPrefillRow,
     PeerRow,
@@ -49,6 +50,7 @@ from statemachine.failures import DeviceMemoryExhausted
 from tests.actors.engines import HOST, Engine, WarpedClock, engine, lend_by_all, parallel_engine, until
 from tests.actors.late_reads import Answer, LateReads
 from tests.actors.test_pull import run
+from tests.rig.network import free_port
 
 OPTIONS = ConnectorOptions(
     transfer_retries=0, request_timeout_seconds=3.0, quiesce_timeout_seconds=0.5, backoff_initial_seconds=0.1
@@ -592,6 +594,36 @@ def test_a_request_that_lacks_room_is_told_of_until_it_has_it() -> None:
             d.supervisor.deliver(RoomFound(request_id="one"))
             (row,) = (await asked(d)).engines[0].of(WithoutRoomRow)
             assert (row.request_id, row.tokens, row.quarantined_blocks, row.lent_back_blocks) == ("two", 900, 7, 2)
+
+    run(test)
+
+
+def test_engines_that_are_to_be_met_are_shown_until_they_are() -> None:
+    async def test() -> None:
+        port, options = free_port(), ConnectorOptions(backoff_initial_seconds=0.05, backoff_max_seconds=0.1)
+        place = f"{HOST}:{port}"
+
+        async def shown(d: Engine) -> IntroductionRow | None:
+            found = await asked(d, questions=(Question(what="engine"), Question(what="introductions")))
+            (row,) = found.engines[0].of(IntroductionRow) or [None]
+            assert [table.title for table in tables(found)] == ["Engines", *["To be met"] * (row is not None)]
+            return row
+
+        options = msgspec.structs.replace(options, known_peers=(place,))
+        async with engine("d", serves=True, options=options) as d:
+            await until(lambda: any(value.failures for value in d.supervisor._introducer.unmet()) or None)
+            row = await shown(d)
+            assert row is not None
+            assert (row.place, row.engine_id, row.failure, row.is_builtin) == (place, "", None, False)
+            assert row.detail
+            async with engine("unlike", serves=True, port=port, head_bytes=64):
+                await until(lambda: any(value.kind for value in d.supervisor._introducer.unmet()) or None)
+                row = await shown(d)
+                assert row is not None
+                assert (row.engine_id, row.failure) == ("unlike", "Incompatible")
+            async with engine("p", serves=True, port=port):
+                await until(lambda: not d.supervisor._introducer.unmet() or None)
+                assert await shown(d) is None
 
     run(test)
 

@@ -25,6 +25,7 @@ from connector.runtime.inspector import Inspector
 from connector.runtime.recorder import Recorder
 from connector.wire.inspection import WHATS, EngineFacts, Inspect, decode_inspected
 from statemachine import lending, remote_engine
+from statemachine.introduction import PLACES_MAX, Introduction
 from statemachine.lease import LeaseName
 from statemachine.lending import Lending, LendingLimits
 from statemachine.remote_engine import EngineLimits, RemoteEngine
@@ -99,6 +100,8 @@ def worker() -> Inspector:
     leases: Any = SimpleNamespace(
         observer=of_leases, leases=keeper.leases, lease=keeper.lease, late_releases=0, notifications_dropped=0
     )
+    unmet = {place: Introduction(place=place) for place in (f"p{number}:5600" for number in range(PLACES_MAX))}
+    introducer: Any = SimpleNamespace(unmet=lambda: tuple(unmet.values()), get=unmet.get)
     control: Any = None
     return Inspector(
         facts=EngineFacts(),
@@ -106,6 +109,7 @@ def worker() -> Inspector:
         peers={PeerKey("p", 1, 1, 1): actor},
         roster=known,
         lease_keeper=leases,
+        introducer=introducer,
         control=control,
         deferred=(),
         stopped=lambda: None,

@@ -23,6 +23,7 @@ from connector.wire.inspection import (
     EngineCounts,
     EngineFacts,
     EngineRow,
+    IntroductionRow,
     LocalPrefillRow,
     PeerRow,
     QuarantineRow,
@@ -402,6 +403,39 @@ def test_a_peer_that_may_not_be_spoken_to_is_a_problem_also_while_nobody_tries()
     """Another attempt ends alike, and `doctor` ended with status 0."""
     row: PeerRow = peer_row("idle", failure="NotAllowed", detail="it has a key that is not among the accepted keys").row
     assert problems(engine("d", row)) == ["peers"]
+
+
+@pytest.mark.parametrize(
+    ("failure", "detail", "is_builtin", "level"),
+    [
+        (None, None, False, None),
+        (None, "nothing listens there", False, "warning"),
+        (None, "it runs the built-in connector", True, "note"),
+        ("FirstReadNeverEnded", "nothing could be read", False, "warning"),
+    ],
+    ids=["not asked yet", "away", "built-in", "behind a firewall"],
+)
+def test_engines_that_are_to_be_met_and_were_not(
+    failure: str | None, detail: str | None, is_builtin: bool, level: str | None
+) -> None:
+    """All ranks of D that could not are one finding."""
+    row = IntroductionRow(
+        place="10.0.0.9:5600",
+        state="pausing",
+        engine_id="",
+        failures=3,
+        failure=failure,
+        detail=detail,
+        is_builtin=is_builtin,
+    )
+    (first,) = engine("d", row).ranks
+    several = replace(engine("d"), ranks=(first, replace(first, rank=(0, 1))))
+    findings = found(several, check="known peers")
+    assert [each.level for each in findings] == ([level] if level else [])
+    for finding in findings:
+        why = f"{failure}: {detail}" if failure else detail
+        assert finding.what == f"d: the engine at 10.0.0.9:5600 cannot be met before its first request: {why}"
+        assert finding.advice == (WHAT_TO_DO[failure] if failure else "")
 
 
 def test_quarantined_blocks() -> None:

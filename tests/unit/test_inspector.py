@@ -52,6 +52,7 @@ class Asked:
             peers=peers,
             roster=nobody,
             lease_keeper=nobody,
+            introducer=nobody,
             control=nobody,
             deferred=(),
             stopped=lambda: None,

@@ -15,6 +15,7 @@ from connector.tools.live import EngineReport, RankReport, Survey
 from connector.wire.inspection import (
     AnyRow,
     EngineRow,
+    IntroductionRow,
     LeaseRow,
     LocalPrefillRow,
     PeerRow,
@@ -249,4 +250,15 @@ _WITHOUT_ROOM = _Columns(
         "lent back then": lambda row: row.lent_back_blocks,
     },
 )
-_TABLES = (_PEERS, _REQUESTS, _LEASES, _READS, _QUARANTINED, _WITHOUT_ROOM, _LOCAL_PREFILLS)
+_INTRODUCTIONS = _Columns(
+    "To be met",
+    IntroductionRow,
+    {
+        "at": lambda row: row.place,
+        "state": lambda row: row.state,
+        "engine": lambda row: row.engine_id,
+        "attempts failed": lambda row: row.failures,
+        "last failure": lambda row: row.failure or row.detail,
+    },
+)
+_TABLES = (_PEERS, _INTRODUCTIONS, _REQUESTS, _LEASES, _READS, _QUARANTINED, _WITHOUT_ROOM, _LOCAL_PREFILLS)

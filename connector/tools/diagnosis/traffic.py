@@ -15,6 +15,7 @@ from connector.tools.live import EngineReport, RankReport, Survey
 from connector.wire.handshake import worker_name
 from connector.wire.inspection import (
     EngineRow,
+    IntroductionRow,
     LocalPrefillRow,
     PeerRow,
     QuarantineRow,
@@ -54,10 +55,7 @@ def peers(engines: Sequence[EngineReport]) -> Iterator[Finding]:
             # Who is not allowed is not by the next attempt either, unless somebody changes keys or addresses.
             is_now = failure == NotAllowed.__name__ or state in ("backoff", "incompatible", "draining", "disconnecting")
             detail, advice = told(failure, next(iter(rows.values())).detail)
-            what = f"{engine.name}: prefill engine {engine_id} is {state}: {failure}: {detail}"
-            if len(rows) < len(engine.ranks):
-                named = ", ".join(worker_name(*rank) for rank in sorted(rows))
-                what += f" (on {named} of {len(engine.ranks)} ranks)"
+            what = f"{engine.name}: prefill engine {engine_id} is {state}: {failure}: {detail}{_on(rows, engine)}"
             yield Finding(
                 level="problem" if is_now else "warning",
                 check="peers",
@@ -65,6 +63,29 @@ def peers(engines: Sequence[EngineReport]) -> Iterator[Finding]:
                 what=what,
                 advice=advice,
             )
+
+
+def introductions(engines: Sequence[EngineReport]) -> Iterator[Finding]:
+    """Prefill engines of `known_peers` and `nixl-actor meet` that could not be met so far."""
+    for engine in engines:
+        unmet: dict[tuple[str, str | None], dict[tuple[int, int], IntroductionRow]] = {}
+        for rank in engine.ranks:
+            for row in rank.of(IntroductionRow):
+                if row.detail is not None:
+                    unmet.setdefault((row.place, row.failure), {})[rank.rank] = row
+        for (place, failure), rows in unmet.items():
+            row = next(iter(rows.values()))
+            detail, advice = told(failure, row.detail)
+            why = f"{failure}: {detail}" if failure else detail
+            what = f"the engine at {place} cannot be met before its first request: {why}{_on(rows, engine)}"
+            yield about(engine, "known peers", "note" if row.is_builtin else "warning", what, advice)
+
+
+def _on(rows: Collection[tuple[int, int]], engine: EngineReport) -> str:
+    """The ranks of it that these are, unless they are all."""
+    if len(rows) == len(engine.ranks):
+        return ""
+    return f" (on {', '.join(worker_name(*rank) for rank in sorted(rows))} of {len(engine.ranks)} ranks)"
 
 
 def blocks(engines: Sequence[EngineReport]) -> Iterator[Finding]:
