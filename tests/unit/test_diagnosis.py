@@ -438,6 +438,14 @@ def test_engines_that_are_to_be_met_and_were_not(
         assert finding.advice == (WHAT_TO_DO[failure] if failure else "")
 
 
+@pytest.mark.parametrize(("value", "is_told"), [("n", True), ("No", True), ("off", True), ("y", False), (None, False)])
+def test_ucx_that_is_to_connect_in_the_calling_thread(value: str | None, is_told: bool) -> None:
+    environment = {} if value is None else {"UCX_TCP_CONN_NB": value}
+    findings = found(engine("d", environment=environment), check="transports")
+    told = [each for each in findings if each.level == "warning" and "UCX_TCP_CONN_NB" in each.what]
+    assert len(told) == is_told
+
+
 def test_quarantined_blocks() -> None:
     row = QuarantineRow(request_id="a", remote_request_id="b", peer="p", blocks=38, reads=1, since_seconds=3.0)
     one_rank = engine("d", row)

@@ -16,6 +16,9 @@ from connector.wire.inspection import (
     EngineRow,
 )
 
+CONNECTS_IN_BACKGROUND = "UCX_TCP_CONN_NB"
+_NO = ("n", "no", "off", "0")
+"""As UCX reads them, whatever their case."""
 _OF_DEVICES = ("cuda", "rocm")
 """What the names of UCX's transports for device memory begin with."""
 
@@ -78,6 +81,7 @@ def _transports_of(engine: EngineReport, facts: EngineFacts, opened: Opened | No
     if known is None or known.problem:
         yield from _chosen_transports(engine, facts)
     yield from _chosen_devices(engine, facts, chosen)
+    yield from _connecting(engine, facts)
     yield from _opened(engine, facts, known)
 
 
@@ -98,6 +102,20 @@ def _chosen_transports(engine: EngineReport, facts: EngineFacts) -> Iterator[Fin
             "warning",
             f"UCX_TLS={tls} leaves the RDMA devices {', '.join(facts.devices)} unused",
             _ADD_RDMA,
+        )
+
+
+def _connecting(engine: EngineReport, facts: EngineFacts) -> Iterator[Finding]:
+    """docs/nixl.md fact 45; the connector sets it, unless it is set."""
+    set_to = facts.environment.get(CONNECTS_IN_BACKGROUND, "")
+    if set_to.lower() in _NO:
+        yield about(
+            engine,
+            "transports",
+            "warning",
+            f"{CONNECTS_IN_BACKGROUND}={set_to}: while UCX connects to an engine behind a firewall, for minutes, "
+            "nothing is read from any other",
+            f"unset {CONNECTS_IN_BACKGROUND}: the connector sets it to y",
         )
 
 
