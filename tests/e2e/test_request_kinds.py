@@ -6,11 +6,16 @@ Both engines prefill in chunks of 64 tokens, D has 40 blocks, P is a producer an
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
 import pytest
 
 from tests.e2e.client import ANSWER_TOKENS, REQUEST_TRANSFER
 from tests.e2e.cluster import (
     BLOCK_BYTES,
+    CONTEXT_TOKENS,
     DECODE_BLOCKS,
     LEASE_SECONDS,
     SETTLE_SECONDS,
@@ -19,6 +24,7 @@ from tests.e2e.cluster import (
     prompt,
 )
 from tests.e2e.engines import BLOCK_SIZE_TOKENS
+from tests.plain_paths import LEASE_PATHS_PLAIN
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(420)]
 
@@ -28,6 +34,20 @@ go of later is longer."""
 
 LOGPROB_TOLERANCE = 1e-3
 """Of float32, which one chunk more or less rounds otherwise."""
+
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "json": {"structured_outputs": {"json": {"type": "array", "items": {"type": "integer"}, "minItems": 3}}},
+    "regex": {"structured_outputs": {"regex": "[0-9]{3}-[a-c]{12}"}},
+    "choice": {"structured_outputs": {"choice": ["yes", "no"]}},
+    "repetition": {"repetition_penalty": 1.9},
+    "presence": {"presence_penalty": 1.9, "frequency_penalty": 1.9, "logit_bias": {"64": 8, "65": 8}},
+    "bias": {"logit_bias": {"70": 9, "71": 8}},
+    "allowed": {"allowed_token_ids": [64, 65, 66, 67]},
+    "bad words": {"bad_words": ["a", "e", "i", "o"], "logit_bias": {"64": 9, "65": 7}},
+    "stop string": {"stop": ["a", "b"], "allowed_token_ids": [64, 65, 66, 67]},
+    "stop token": {"stop_token_ids": list(range(256))},
+}
+"""What clients may ask for beside greedy decoding. With each the answer is another one, by name."""
 
 
 @pytest.mark.parametrize("tokens", [1, 20, 32, 33, 96, 900], ids="{} tokens".format)
@@ -188,6 +208,59 @@ def test_logprobs_are_those_of_d_alone(cluster: OnePrefillTwoDecode) -> None:
         assert len(ours) == 5
         assert ours == pytest.approx(theirs, abs=LOGPROB_TOLERANCE)
     cluster.traces.assert_plain(key)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_of_sampling(cluster: OnePrefillTwoDecode, name: str) -> None:
+    """Grammars, penalties and the like count the prompt and every token of the answer, the first one included, which P
+    has sampled before. Where that one ends the answer, P's answer ends as well, and lends the prompt all the same.
+
+    So it is where D has to compute the prompt, because its load fails."""
+    key = f"settings-{name.replace(' ', '-')}"
+    asked = {"prompt": prompt(100, key)} | SETTINGS[name]
+    alone = cluster.fail.alone(asked)
+    assert alone.ok, alone.error
+    assert alone.token_ids != cluster.fail.alone(prompt(100, key)).token_ids
+    answer = cluster.fail.pd(asked, key)
+    assert answer.ok, answer.error
+    assert (answer.token_ids, answer.finish_reason) == (alone.token_ids, alone.finish_reason)
+    request, _ = cluster.traces.assert_plain(key)
+    assert request.blocks == blocks_of(100)
+
+    bad_params = {"do_remote_prefill": True, "remote_engine_id": 0}
+    computed = cluster.recompute.decode(asked, bad_params, f"{key}-computed")
+    assert computed.ok, computed.error
+    assert (computed.token_ids, computed.finish_reason) == (alone.token_ids, alone.finish_reason)
+    assert cluster.traces.last_record(f"{key}-computed").reason == "BadParams"
+
+
+@pytest.mark.parametrize("settings", [{"prompt_logprobs": 2}, {"echo": True, "logprobs": 1}], ids=["alone", "in echo"])
+def test_logprobs_of_a_prompt_need_it_computed(cluster: OnePrefillTwoDecode, settings: Mapping[str, Any]) -> None:
+    """vLLM loads no prompt of which somebody wants these. P has its blocks back when D has its request."""
+    key = f"prompt-logprobs-{'-'.join(settings)}"
+    asked = {"prompt": prompt(100, key)} | settings
+    answer = cluster.fail.pd(asked, key)
+    assert answer.ok, answer.error
+    assert answer.token_ids == cluster.fail.alone(asked).token_ids
+    request, lease = cluster.traces.both(key)[0], cluster.traces.ended_lease(key)
+    assert request is None
+    assert lease.states in LEASE_PATHS_PLAIN
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [{"prompt": prompt(CONTEXT_TOKENS + 1, "long")}, {"structured_outputs": {"regex": "[0-9"}}, {"model": "nobody"}],
+    ids=["too long", "no grammar", "no model"],
+)
+def test_a_call_that_d_refuses(cluster: OnePrefillTwoDecode, refused: Mapping[str, Any]) -> None:
+    """P has its blocks back, and not only when the lease expires."""
+    key = f"refused-by-d-{next(iter(refused))}"
+    asked = {"prompt": prompt(100, key)}
+    params = cluster.fail.prefill(asked, key).kv_transfer_params
+    assert params is not None
+    answer = cluster.fail.decode(asked | refused, params, key)
+    assert answer.status in (httpx.codes.BAD_REQUEST, httpx.codes.NOT_FOUND), answer.error
+    assert cluster.traces.ended_lease(key).states in LEASE_PATHS_PLAIN
 
 
 def test_an_ordinary_request_takes_no_part_in_it(cluster: OnePrefillTwoDecode) -> None:
