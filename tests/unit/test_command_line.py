@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from connector.observe.advice import advice_of
 from connector.observe.trace_log import open_trace_log
 from connector.tools.asking import Address, AddressError, chosen_addresses, parse_address
 from connector.tools.cli.main import app
+from connector.tools.cli.tables import tables
 from connector.tools.explanation import Live
 from connector.tools.live import EngineReport, RankReport, Survey
 from connector.wire.administration import MeetReport, PlaceRow
@@ -473,20 +474,25 @@ def test_on_the_other_side_the_ids_of_the_request_that_is_meant_are_looked_for()
     assert found.other_names("lent-1") == ["cmpl-req-1-0-x"]
 
 
-def test_to_tell_rows_takes_no_look_at_all_of_them_for_each() -> None:
+@pytest.mark.parametrize("told", [lambda found: list(found.rows()), tables], ids=["why", "ps"])
+def test_to_tell_rows_takes_no_look_at_all_of_them_for_each(told: Callable[[Survey], Sequence[object]]) -> None:
     """A worker has ten thousands of them to tell when nobody has read what it lent for a while."""
-    looks = 0
 
-    class Rows(tuple[AnyRow, ...]):
-        def __iter__(self) -> Iterator[AnyRow]:
-            nonlocal looks
-            looks += 1
-            return super().__iter__()
+    def looks_at(requests: int) -> int:
+        looks = 0
 
-    report = engine("D", *(row("queued", request_id=f"cmpl-{number}").row for number in range(100)))
-    counted = replace(report, ranks=tuple(replace(each, rows=Rows(each.rows)) for each in report.ranks))
-    assert len(list(Survey([counted]).rows())) == 101
-    assert looks < 10
+        class Rows(tuple[AnyRow, ...]):
+            def __iter__(self) -> Iterator[AnyRow]:
+                nonlocal looks
+                looks += 1
+                return super().__iter__()
+
+        report = engine("D", *(row("queued", request_id=f"cmpl-{number}").row for number in range(requests)))
+        counted = replace(report, ranks=tuple(replace(each, rows=Rows(each.rows)) for each in report.ranks))
+        assert told(Survey([counted]))
+        return looks
+
+    assert looks_at(100) == looks_at(1)
 
 
 @pytest.mark.parametrize("text", ["", "h:", "h:0", "h:70000", "h:-1", "h:x", "x" * 300 + ":1"])

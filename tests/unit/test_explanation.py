@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -414,6 +417,37 @@ def test_one_that_a_full_quarantine_refused_says_whose_reads_have_not_ended() ->
     assert answer.cause.endswith(": READs from hangs, hangs-too have not ended")
     assert "have not ended" in the_answer(refused).cause
     assert "hangs" not in the_answer(refused).cause
+
+
+def test_to_explain_one_of_many_requests_takes_no_look_at_all_of_them() -> None:
+    """`why cmpl-` is asked when thousands wait, and by somebody who does."""
+
+    def calls_for(requests: int) -> int:
+        calls = 0
+
+        def count(frame: FrameType, event: str, arg: object) -> None:
+            nonlocal calls
+            calls += event == "call"
+
+        def said(number: int) -> Iterator[Said[Any]]:
+            name = f"cmpl-{number}-0-p"
+            yield row("queued", request_id=f"cmpl-{number}-0-d", remote_request_id=name)
+            yield row("queued", request_id=f"cmpl-{number}-1-d", remote_request_id=f"cmpl-{number}-1-p")
+            yield hold_row("gone", remote_request_id=name)
+            for lent in (lease_row("held"), lease_row("held")._replace(engine_id="P2")):
+                yield lent._replace(row=msgspec.structs.replace(lent.row, request_id=name))
+
+        recorded = [each for number in range(requests) for each in records("lease", "P", f"cmpl-r{number}-0-p", LENT)]
+        live = said_by(*(each for number in range(requests) for each in said(number)))
+        sys.setprofile(count)
+        try:
+            found = [explain(case, live) for case in find("cmpl-", recorded, live)]
+        finally:
+            sys.setprofile(None)
+        assert len(found) == 4 * requests
+        return calls
+
+    assert calls_for(200) < 2.5 * calls_for(100)
 
 
 @pytest.mark.parametrize("state", ["pending_handshake", "reading", "proving"])

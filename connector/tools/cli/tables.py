@@ -46,9 +46,10 @@ class _Columns(NamedTuple, Generic[R]):
 
     def table(self, found: Survey) -> Table | None:
         told = [
-            (f"{engine.engine_id or engine.address}/{number}", row)
+            (on, row)
             for engine in found.engines
             for number, rank in enumerate(engine.ranks)
+            for on in (f"{engine.name}/{number}",)  # which is looked for among all rows
             for row in rank.of(self.kind)
         ]
         order = self.order

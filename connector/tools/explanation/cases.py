@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from connector.observe.history import (
@@ -14,9 +14,8 @@ from connector.observe.history import (
     histories,
     stories,
 )
-from connector.tools.explanation.rows import Live, Said
+from connector.tools.explanation.rows import Live, Said, key_on_d
 from connector.wire.inspection import (
-    HoldRow,
     LeaseRow,
     LocalPrefillRow,
     RequestRow,
@@ -123,17 +122,13 @@ def _told_by_records(text: str, every: list[History]) -> list[Case]:
 
 def _add_local_prefills(text: str, cases: list[Case], live: Live) -> None:
     """Prompts that D computes. P may have lent what D was not told of: then the lease is a case already."""
-    alone = [case for case in cases if not case.story.requests and not case.requests]
+    alone = _grouped((case for case in cases if _is_unread(case)), _unwrapped)
     for said in live.of(LocalPrefillRow):
         if text not in said.row.request_id:
             continue
-        lent = [
-            case
-            for case in alone
-            if case.local_prefill is None and _unwrapped(case.name) == _unwrapped(said.row.request_id)
-        ]
+        lent = [case for case in alone.get(_unwrapped(said.row.request_id), ()) if case.local_prefill is None]
         case = lent[0] if len(lent) == 1 else Case()
-        if case not in cases:
+        if len(lent) != 1:
             cases.append(case)
         case.local_prefill = said
 
@@ -165,28 +160,43 @@ def _add_read_back(lent_back: list[Case], cases: list[Case]) -> None:
 def _with_their_leases(cases: list[Case]) -> list[Case]:
     """Leases of requests whose parameters name them wrongly, or not at all, belong to these requests: by the id on P,
     or by the client's, which vLLM has wrapped in the same way on both sides."""
-    lent = [case for case in cases if not case.story.requests and not case.requests]
-    joined: list[Case] = []
+    lent = [case for case in cases if _is_unread(case)]
+    by_name, by_unwrapped = _grouped(lent, lambda name: name), _grouped(lent, _unwrapped)
+    joined: set[Case] = set()
     for case in cases:
-        if case in lent or case.story.leases or case.leases:
+        if _is_unread(case) or case.story.leases or case.leases:
             continue
         remote = {each.remote_request_id for each in case.story.requests} | {
             each.row.remote_request_id for each in case.requests
         }
+        alike = [*by_unwrapped.get(_unwrapped(case.name), ())]
+        alike += [each for name in remote if name is not None for each in by_name.get(name, ())]
         mine = [
             each
-            for each in lent
+            for each in dict.fromkeys(alike)
             if each not in joined
-            and (each.name in remote or _unwrapped(each.name) == _unwrapped(case.name))
             # An engine that has read back lends what it computes next under the id of the request that read.
             and not each.on_engines & case.on_engines
         ]
         if len(mine) == 1:
-            joined += mine
+            joined.update(mine)
             holds = [*case.story.holds, *mine[0].story.holds]
             case.story = Story(requests=case.story.requests, holds=holds, leases=mine[0].story.leases)
             case.leases = mine[0].leases
     return [case for case in cases if case not in joined]
+
+
+def _is_unread(case: Case) -> bool:
+    """It is a lease and nothing else: no request is known to have read it."""
+    return not case.story.requests and not case.requests
+
+
+def _grouped(cases: Iterable[Case], key: Callable[[str], str]) -> dict[str, list[Case]]:
+    """By what `key` makes of their names."""
+    groups: dict[str, list[Case]] = {}
+    for case in cases:
+        groups.setdefault(key(case.name), []).append(case)
+    return groups
 
 
 def _unwrapped(request_id: str) -> str:
@@ -195,7 +205,11 @@ def _unwrapped(request_id: str) -> str:
 
 
 def _add_rows(text: str, cases: list[Case], live: Live, given: LeasesGiven) -> None:
-    """What lives: with the case that is told by its records, or as a case of its own where these are gone."""
+    """What lives: with the case that is told by its records, or as a case of its own where these are gone.
+
+    Both may be ten thousand: each row finds its case by a key.
+    """
+    only_lent = {each.lease_key: case for case in cases if _is_unread(case) for each in case.story.leases}
     by_request = {
         (each.engine_id, each.subject): case for case in cases for each in case.story.requests if not each.is_over
     }
@@ -203,47 +217,33 @@ def _add_rows(text: str, cases: list[Case], live: Live, given: LeasesGiven) -> N
         row = said.row
         if text not in row.request_id and text not in row.remote_request_id:
             continue
-        case = by_request.get((said.engine_id, row.request_id)) or _of_lease(cases, given.lent_as(key_on_d(row)))
+        case = by_request.get((said.engine_id, row.request_id))
+        if case is None and (lent := only_lent.get(given.lent_as(key_on_d(row)))) is not None and _is_unread(lent):
+            case = lent
         if case is None:
             case = Case()
             cases.append(case)
         by_request[said.engine_id, row.request_id] = case
         case.requests.append(said)
+    by_lease: dict[LeaseKey, list[Case]] = {}
+    for case in cases:
+        for key in _leases_of(case, given):
+            by_lease.setdefault(key, []).append(case)
     for said_lease in live.of(LeaseRow):
         key = _key_of_lease(said_lease)
-        named = [case for case in cases if key in _leases_of(case, given)]
-        if not named and text in said_lease.row.request_id:
-            named = [Case()]
-            cases += named
-        for case in named:
+        if key not in by_lease and text in said_lease.row.request_id:
+            by_lease[key] = [Case()]
+            cases += by_lease[key]
+        for case in by_lease.get(key, ()):
             case.leases.append(said_lease)
-
-
-def key_on_d(row: RequestRow | HoldRow) -> LeaseKey:
-    return LeaseKey(row.peer, row.remote_request_id, row.lease_number)
 
 
 def _key_of_lease(said: Said[LeaseRow]) -> LeaseKey:
     return LeaseKey(said.engine_id, said.row.request_id, said.row.lease_number)
 
 
-def _of_lease(cases: Sequence[Case], key: LeaseKey) -> Case | None:
-    """The case that is only this lease so far."""
-    return next(
-        (
-            case
-            for case in cases
-            if not case.story.requests
-            and not case.requests
-            and any(each.lease_key == key for each in case.story.leases)
-        ),
-        None,
-    )
-
-
 def _leases_of(case: Case, given: LeasesGiven) -> set[LeaseKey]:
-    """The leases of a case, by the names that P has for them."""
+    """The leases of a case whose leases no row was put to yet, by the names that P has for them."""
     known = [each.lease_key for each in (*case.story.leases, *case.story.requests)]
     known += [key_on_d(each.row) for each in case.requests]
-    known += [_key_of_lease(each) for each in case.leases]
     return set(map(given.lent_as, known))

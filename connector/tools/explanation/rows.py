@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
+from connector.observe.history import LeaseKey
 from connector.wire.inspection import (
     AnyRow,
     EngineFacts,
     EngineRow,
+    HoldRow,
     PeerRow,
     QuarantineRow,
     RecordRow,
+    RequestRow,
     Row,
 )
+from statemachine import hold
 from statemachine.trace import TransitionRecord
 
 if TYPE_CHECKING:
@@ -66,12 +71,22 @@ class Live:
 
     def age_of(self, record: TransitionRecord) -> float | None:
         """Seconds between a step and the answer in which a running engine has told it; None: none has."""
-        wanted = (record.engine_id, record.rank, record.mono_ns, record.subject, record.to_state)
-        for _, _, row in self.of(RecordRow):
-            told = row.record
-            if (told.engine_id, told.rank, told.mono_ns, told.subject, told.to_state) == wanted:
-                return row.age_seconds
-        return None
+        return self._ages.get(_step_of(record))
+
+    @cached_property
+    def gone(self) -> Mapping[tuple[str, int, LeaseKey], str]:
+        """Why P does not keep the blocks of a lease any more, as a rank of D knows it: by engine id and rank of D. Made
+        once, because there may be ten thousand of both these and the requests that ask for one."""
+        found: dict[tuple[str, int, LeaseKey], str] = {}
+        for each in self.of(HoldRow):
+            if each.row.state == hold.State.GONE.value:
+                found.setdefault((each.engine_id, each.rank, key_on_d(each.row)), each.row.why or "")
+        return found
+
+    @cached_property
+    def _ages(self) -> Mapping[tuple[object, ...], float]:
+        """Of each step that was told. The newest came first."""
+        return {_step_of(row.record): row.age_seconds for _, _, row in reversed(self.of(RecordRow))}
 
     def silence_of(self, engine_id: str | None, address: str | None) -> Silent | None:
         """Why nothing is known of this engine now."""
@@ -83,6 +98,15 @@ class Live:
             ),
             None,
         )
+
+
+def key_on_d(row: RequestRow | HoldRow) -> LeaseKey:
+    """The lease, as D names it."""
+    return LeaseKey(row.peer, row.remote_request_id, row.lease_number)
+
+
+def _step_of(record: TransitionRecord) -> tuple[object, ...]:
+    return record.engine_id, record.rank, record.mono_ns, record.subject, record.to_state
 
 
 def by_type(rows: Iterable[tuple[str, int, AnyRow]]) -> dict[type[Row], list[Said[Any]]]:

@@ -18,17 +18,16 @@ from connector.tools.explanation.answer import (
     happened,
     how_long,
 )
-from connector.tools.explanation.cases import Case, key_on_d
-from connector.tools.explanation.rows import Live, Said
+from connector.tools.explanation.cases import Case
+from connector.tools.explanation.rows import Live, Said, key_on_d
 from connector.wire.inspection import (
-    HoldRow,
     PeerRow,
     QuarantineRow,
     RequestRow,
     WithoutRoomRow,
     quarantined_blocks,
 )
-from statemachine import hold, remote_engine
+from statemachine import remote_engine
 from statemachine.failures import LeaseOver, PeerLeaving
 
 if TYPE_CHECKING:
@@ -217,15 +216,7 @@ def _why_queued(case: Case, said: Said[RequestRow], live: Live, cause: str) -> _
 
 def _gone(said: Said[RequestRow], live: Live) -> str | None:
     """Why P does not keep the blocks of this request any more; None: as far as D knows it does."""
-    wanted = (said.engine_id, said.rank, key_on_d(said.row))
-    return next(
-        (
-            each.row.why or ""
-            for each in live.of(HoldRow)
-            if each.row.state == hold.State.GONE.value and (each.engine_id, each.rank, key_on_d(each.row)) == wanted
-        ),
-        None,
-    )
+    return live.gone.get((said.engine_id, said.rank, key_on_d(said.row)))
 
 
 def _why_not_connected(
