@@ -33,6 +33,10 @@ ENGINES_VARIABLE = "NIXL_ACTOR_ENGINES"
 PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 DEFAULT_PORT = 5600
+_KEYS_OF_A_TOOL = (
+    "a tool has the keys of --keys or NIXL_ACTOR_CURVE_DIRECTORY, and each end needs the other's public key in its "
+    "folder accepted"
+)
 
 
 class AddressError(ValueError):
@@ -141,5 +145,7 @@ async def advertisement(
 
 def _not_asked(address: Address, error: SideChannelError) -> NotAsked:
     failure = failure_of(error, peer="", address=str(address))
-    why = f"this tool may not ask it: {error.why} (--keys)" if isinstance(error, AccessRefused) else error.why
+    why = error.why
+    if isinstance(error, AccessRefused):  # which speaks of whoever asks as of an engine
+        why = f"this tool may not ask it: {why.replace('this engine', 'this tool')}; {_KEYS_OF_A_TOOL}"
     return NotAsked(address, failure.kind, why)

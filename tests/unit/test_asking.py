@@ -20,6 +20,7 @@ from connector.ports.side_channel import (
     PortRefused,
     SideChannelError,
 )
+from connector.ports.zmq_bridge.refusals import NO_KEY_HERE
 from connector.tools.asking import Address, NotAsked, advertisement
 from connector.tools.live import Question, RankReport, Surveyor
 from connector.wire.handshake import Advertisement, encode_payload, encode_reply
@@ -57,12 +58,20 @@ def asked(requester: Any, seconds: float = math.inf) -> Any:
     return trio.run(advertisement, requester, PLACE, (0, 0), seconds)
 
 
+KEYLESS = "it speaks to those only who have a key, and this tool has none (curve_directory)"
+
+
 @pytest.mark.parametrize(
     ("answer", "kind", "sentence"),
     [
         (NameNotResolved("h", 1, "why"), "AddressNotResolved", "the host name h does not resolve here (why)"),
         (PortRefused("h", 1, "why"), "ConnectionRefused", "nothing listens there"),
-        (AccessRefused("h", 1, "why"), "NotAllowed", "this tool may not ask it: why (--keys)"),
+        (
+            AccessRefused("h", 1, "why"),
+            "NotAllowed",
+            "this tool may not ask it: why; a tool has the keys of --keys or ",
+        ),
+        (AccessRefused("h", 1, NO_KEY_HERE), "NotAllowed", "this tool may not ask it: " + KEYLESS + "; a tool has"),
         (NotASideChannel("h", 1, "why"), "HandshakeMalformed", "what listens there is not a NIXL connector: why"),
         (ConnectionEnded("h", 1, "why"), "HandshakeRefused", "why"),
         (LinkEnded("h", 1, "why"), "HandshakeRefused", "why"),

@@ -235,8 +235,10 @@ def test_a_file_that_cannot_be_looked_for_is_an_error_of_usage(tmp_path: Path, c
     assert isinstance(result.exception, SystemExit)
 
 
-@pytest.mark.parametrize("command", [["ps"], ["doctor"], ["why", "x"]])
+@pytest.mark.parametrize("command", [["ps"], ["doctor"], ["why", "x"], ["drain", "h:1"], ["meet", "h:1", "h:2"]])
 def test_a_tool_whose_keys_cannot_be_used_says_so(tmp_path: Path, command: list[str]) -> None:
     result = runner.invoke(app, [*command, "--keys", str(tmp_path)])
     assert result.exit_code == 2
-    assert "engine.key_secret" in result.output.translate(str.maketrans("", "", " \n│")), "folded to a box"
+    said = result.output.translate(str.maketrans("", "", " \n│"))  # folded to a box
+    assert "engine.key_secret" in said
+    assert "nixl-actorkeyscurvemakes" in said

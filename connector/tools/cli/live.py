@@ -264,7 +264,8 @@ def access_of(directory: str | None) -> Access:
     try:
         return tool_access(directory)
     except KeyDirectoryError as error:
-        raise typer.BadParameter(str(error), param_hint="--keys") from None
+        advice = "nixl-actor keys curve makes such a directory"
+        raise typer.BadParameter(f"{error}; {advice}", param_hint="--keys") from None
 
 
 def _followed_seconds(timeout: float) -> float:
