@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from connector.observe.advice import advice_of
@@ -472,6 +474,22 @@ def test_on_the_other_side_the_ids_of_the_request_that_is_meant_are_looked_for()
     assert found.other_names("req-1") == found.other_names("cmpl-req-1-0-x") == ["lent-1"]
     assert len(found.other_names("req-")) == 21
     assert found.other_names("lent-1") == ["cmpl-req-1-0-x"]
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120, 200])
+def test_in_a_narrow_terminal_no_id_and_no_head_is_cut_to_pieces(columns: int) -> None:
+    """Its tables go on in further ones. Sixty requests are more than are shown."""
+    ids = [f"cmpl-{number:036}-0-0123abcd" for number in range(60)]
+    found = Survey([engine("decode-1", peer_row("backoff").row, *(row("queued", request_id=each).row for each in ids))])
+    with io.StringIO() as printed:
+        Console(width=columns, file=printed).print(*tables(found, columns), sep="\n")
+        said = printed.getvalue()
+    assert max(map(len, said.splitlines())) <= columns
+    words = said.split()
+    for head in ("quarantined", "requests", "problem", "holds", "failure", "10.0.0.1:5600", *ids[:50]):
+        assert head in words
+    assert "... 10 more (--json has all)" in said
+    assert ("further columns" in said) == (columns < 200)
 
 
 @pytest.mark.parametrize("told", [lambda found: list(found.rows()), tables], ids=["why", "ps"])

@@ -176,14 +176,15 @@ def ps(
     from connector.tools.cli.tables import tables
 
     console = Console()
+    width: int | None = console.width
     if not console.is_terminal:
-        console = Console(width=PIPE_COLUMNS)  # nobody folds what goes into a file
+        console, width = Console(width=PIPE_COLUMNS), None  # nobody folds what goes into a file
     if not watch:
         found = _survey_everything(addresses, timeout, access)
         if json:
             _print_json(_as_data(found))
         else:
-            console.print(*tables(found), sep="\n")
+            console.print(*tables(found, width), sep="\n")
         raise typer.Exit(0 if any(each.answers for each in found.engines) else UNASKED)
     from rich.live import Live as Screen
 
@@ -198,10 +199,10 @@ def ps(
                 if json:
                     _print_json(_as_data(found), is_one_of_many=True)
                 elif screen is not None:
-                    screen.update(Group(*tables(found)), refresh=True)
+                    screen.update(Group(*tables(found, console.width)), refresh=True)
                 else:
                     say(f"--- {wall_clock(time.time())}")
-                    console.print(*tables(found), sep="\n")
+                    console.print(*tables(found, width), sep="\n")
                 time.sleep(interval)
         except* KeyboardInterrupt:  # in a group if it came while engines were asked, which trio does
             pass

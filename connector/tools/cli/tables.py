@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
+from rich.cells import cell_len
 from rich.markup import escape
 from rich.table import Table
 
@@ -28,6 +29,10 @@ from connector.wire.inspection import (
 R = TypeVar("R", bound=AnyRow)
 
 ROWS_SHOWN_MAX = 50
+GAP = 2
+"""Between two columns."""
+KEYS_SHARE_MAX = 2 / 3
+"""Of the width that ids may take in each part of a table that is too wide."""
 
 
 class _Columns(NamedTuple, Generic[R]):
@@ -44,7 +49,7 @@ class _Columns(NamedTuple, Generic[R]):
     order: Callable[[R], float] | None = None
     rows_max: int = ROWS_SHOWN_MAX
 
-    def table(self, found: Survey) -> Table | None:
+    def tables(self, found: Survey, width: int | None) -> list[Table]:
         told = [
             (on, row)
             for engine in found.engines
@@ -56,16 +61,16 @@ class _Columns(NamedTuple, Generic[R]):
         if order is not None:
             told.sort(key=lambda each: order(each[1]))
         rows = [(on, *(cell(row) for cell in self.cells.values())) for on, row in told]
-        return _table(self.title, ["on", *self.cells], rows, self.rows_max)
+        return _split_tables(self.title, ["on", *self.cells], rows, width, self.rows_max)
 
 
-def tables(found: Survey) -> list[Table]:
-    """Those that have rows."""
-    made = [_engines(found), *(each.table(found) for each in _TABLES)]
-    return [each for each in made if each is not None]
+def tables(found: Survey, width: int | None = None) -> list[Table]:
+    """Those that have rows. One that is wider than `width` goes on in further ones, so that no id and no head is cut to
+    pieces; None: none does."""
+    return [*_engines(found, width), *(made for each in _TABLES for made in each.tables(found, width))]
 
 
-def _engines(found: Survey) -> Table | None:
+def _engines(found: Survey, width: int | None) -> list[Table]:
     rows: list[tuple[object, ...]] = [
         (f"{row.engine_id}/{number}", engine.address, *(cell(engine, rank, row) for cell in _ENGINE_CELLS.values()))
         for engine in found.engines
@@ -83,22 +88,48 @@ def _engines(found: Survey) -> Table | None:
         rows += [
             (name, engine.address, *[None] * (len(_ENGINE_CELLS) - 1), problem) for name, problem in silent.items()
         ]
-    return _table("Engines", ["engine", "address", *_ENGINE_CELLS], rows)
+    return _split_tables("Engines", ["engine", "address", *_ENGINE_CELLS], rows, width)
 
 
-def _table(
-    title: str, heads: Sequence[str], rows: Sequence[tuple[object, ...]], rows_max: int = ROWS_SHOWN_MAX
-) -> Table | None:
+def _split_tables(
+    title: str,
+    heads: Sequence[str],
+    rows: Sequence[tuple[object, ...]],
+    width: int | None,
+    rows_max: int = ROWS_SHOWN_MAX,
+) -> list[Table]:
     if not rows:
-        return None
-    made = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for head in heads:
-        made.add_column(head, overflow="fold")
-    for row in rows[:rows_max]:
-        made.add_row(*(escape(_shown(value)) for value in row))
+        return []
+    shown = [[_shown(value) for value in row] for row in rows[:rows_max]]
+    made: list[Table] = []
+    for columns in _groups([*map(list, zip(heads, *shown, strict=True))], width):
+        name = f"{title}, further columns" if made else title
+        table = Table(title=name, title_justify="left", caption_justify="left", box=None, pad_edge=False)
+        for column in columns:
+            table.add_column(heads[column], overflow="fold")
+        for row in shown:
+            table.add_row(*(escape(row[column]) for column in columns))
+        made.append(table)
     if len(rows) > rows_max:
-        made.add_row(f"... {len(rows) - rows_max} more (--json has all)")
+        made[-1].caption = f"... {len(rows) - rows_max} more (--json has all)"
     return made
+
+
+def _groups(columns: Sequence[Sequence[str]], width: int | None) -> list[list[int]]:
+    """The numbers of the columns that fit beside each other. What tells rows apart, which the first two do, is there
+    again in each group, if it leaves room for others."""
+    if width is None:
+        return [[*range(len(columns))]]
+    widths = [max(map(cell_len, column)) + GAP for column in columns]
+    keys = next(each for each in ([0, 1], [1], []) if sum(widths[key] for key in each) <= KEYS_SHARE_MAX * width)
+    groups, taken = [[0]], widths[0]
+    for column in range(1, len(columns)):
+        if taken + widths[column] - GAP > width:
+            groups.append([*keys])
+            taken = sum(widths[key] for key in keys)
+        groups[-1].append(column)
+        taken += widths[column]
+    return groups
 
 
 # --- cells ------------------------------------------------------------------------------------------------------------
