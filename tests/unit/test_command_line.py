@@ -388,6 +388,24 @@ def test_ps_that_watches_without_a_terminal_prints_the_tables_again_and_again() 
     assert all(re.match(r"Engines *\nengine .*\nD/0 ", look) for look in looks[1:])
 
 
+@pytest.mark.parametrize("form", [["--json"], []], ids=["json", "screen"])
+def test_ps_that_watches_ends_with_its_terminal(form: list[str]) -> None:
+    """As one in a container does not get a signal when the client of `kubectl exec` goes."""
+    ours, theirs = os.openpty()
+    watch = [sys.executable, "-m", "connector", "ps", "--watch", "--interval", "0.1", *form, str(free_port())]
+    process = subprocess.Popen(watch, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    try:
+        said = b""
+        while b"nothing listens" not in said:
+            said += os.read(ours, 1 << 16)
+        os.close(ours)
+        assert process.wait(60) != 0
+    finally:
+        process.kill()
+        process.wait()
+
+
 @pytest.mark.usefixtures("watched")
 def test_ps_that_watches_prints_an_object_a_line() -> None:
     lines = runner.invoke(app, ["ps", "--watch", "--json"]).output.splitlines()
