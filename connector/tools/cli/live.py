@@ -199,9 +199,7 @@ def ps(
                 if json:
                     _print_json(_as_data(found), is_one_of_many=True)
                 elif screen is not None:
-                    if (
-                        not console.is_terminal
-                    ):  # it was closed: what rich shows there nobody sees, and it fails nowhere
+                    if not console.is_terminal:  # it was closed: rich shows nothing there, and fails nowhere
                         raise typer.Exit(UNASKED)
                     screen.update(Group(*tables(found, console.width)), refresh=True)
                 else:
