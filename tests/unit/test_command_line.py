@@ -18,12 +18,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from rich.console import Console
+from rich.console import Console, Group
 from typer.testing import CliRunner
 
 from connector.observe.advice import advice_of
 from connector.observe.trace_log import open_trace_log
 from connector.tools.asking import Address, AddressError, chosen_addresses, parse_address
+from connector.tools.cli.live import _fitted
 from connector.tools.cli.main import app
 from connector.tools.cli.tables import tables
 from connector.tools.explanation import Live
@@ -404,6 +405,15 @@ def test_ps_that_watches_ends_with_its_terminal(form: list[str]) -> None:
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.parametrize(("peers", "left_out"), [(3, None), (30, 16)])
+def test_a_screen_that_is_too_low_says_so(peers: int, left_out: int | None) -> None:
+    """Two titles and heads, one engine, and its peers, on twenty lines."""
+    shown = Group(*tables(Survey([engine("D", *[peer_row("ready").row] * peers)]), 300))
+    console = Console(width=300, height=20, file=io.StringIO(), force_terminal=True)
+    (first, *_) = ["".join(part.text for part in line) for line in console.render_lines(_fitted(console, shown))]
+    assert re.match("Engines" if left_out is None else f"{left_out} lines do not fit on this screen", first)
 
 
 @pytest.mark.usefixtures("watched")

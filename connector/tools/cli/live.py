@@ -22,6 +22,8 @@ import typer
 from connector.tools.cli.output import say, say_json, wall_clock
 
 if TYPE_CHECKING:
+    from rich.console import Console, Group
+
     from connector.ports.gate import Access
     from connector.tools.asking import Address
     from connector.tools.explanation import Explanation
@@ -201,13 +203,23 @@ def ps(
                 elif screen is not None:
                     if not console.is_terminal:  # it was closed: rich shows nothing there, and fails nowhere
                         raise typer.Exit(UNASKED)
-                    screen.update(Group(*tables(found, console.width)), refresh=True)
+                    screen.update(_fitted(console, Group(*tables(found, console.width))), refresh=True)
                 else:
                     say(f"--- {wall_clock(time.time())}")
                     console.print(*tables(found, width), sep="\n")
                 time.sleep(interval)
         except* KeyboardInterrupt:  # in a group if it came while engines were asked, which trio does
             pass
+
+
+def _fitted(console: Console, shown: Group) -> Group:
+    """With a line above that says so where the screen cuts it off."""
+    from rich.console import Group
+
+    lines_left_out = len(console.render_lines(shown, pad=False)) - console.height
+    if lines_left_out <= 0:
+        return shown
+    return Group(f"{lines_left_out + 1} lines do not fit on this screen (without --watch all are shown)", shown)
 
 
 def doctor(
