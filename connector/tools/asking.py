@@ -145,7 +145,6 @@ async def advertisement(
 
 def _not_asked(address: Address, error: SideChannelError) -> NotAsked:
     failure = failure_of(error, peer="", address=str(address))
-    why = error.why
-    if isinstance(error, AccessRefused):  # which speaks of whoever asks as of an engine
-        why = f"this tool may not ask it: {why.replace('this engine', 'this tool')}; {_KEYS_OF_A_TOOL}"
+    is_refused = isinstance(error, AccessRefused)
+    why = f"this tool may not ask it: {error.why}; {_KEYS_OF_A_TOOL}" if is_refused else error.why
     return NotAsked(address, failure.kind, why)

@@ -89,7 +89,7 @@ def test_a_stranger_is_refused_at_once_and_told_why(fleet: Fleet, kind: str) -> 
         "no key": ConnectorOptions(),
         "key on one side": with_keys(d_keys),
     }[kind]
-    expected = {"unknown key": "does not let this engine in", "no key": "curve_directory", "key on one side": "no key"}
+    expected = {"unknown key": "does not let us in", "no key": "curve_directory", "key on one side": "no key"}
 
     async def test() -> None:
         async with engine("p", serves=True, options=of_p) as p:
@@ -114,7 +114,7 @@ def test_control_sockets_let_no_stranger_in_who_knows_where_they_are(fleet: Flee
                 try:
                     link = await channel.open_link(HOST, p.control.port, p.control_key)
                     link.send([b"let me in"])
-                    with pytest.raises(Exception, match="does not let this engine in"):
+                    with pytest.raises(Exception, match="does not let us in"):
                         await link.receive()
                 finally:
                     channel.close()
@@ -151,7 +151,7 @@ def test_p_answers_nobody_from_outside_of_its_ranges() -> None:
     async def test() -> None:
         elsewhere = ConnectorOptions(allowed_peers=("10.0.0.0/8",))
         async with engine("p", serves=True, options=elsewhere) as p, engine("d") as d:
-            assert "does not let this engine in" in await is_refused(d, p, "a")
+            assert "does not let us in" in await is_refused(d, p, "a")
             assert any("allowed_peers" in why for why in p.refused)
 
     run(test)

@@ -253,10 +253,10 @@ def test_why_two_may_not_speak_is_said_on_both_sides(fleet: Fleet) -> None:
                 nursery.start_soon(served.run)
                 nursery.start_soon(unguarded.run)
                 assert "our public key not among its accepted" in await refusal(of_unknown, served.port)
-                assert "this engine has none (curve_directory)" in await refusal(keyless, served.port)
+                assert "there is none here (curve_directory)" in await refusal(keyless, served.port)
                 assert "it has no key" in await refusal(of_other, unguarded.port)
                 fleet.forget(one, by=other)
-                assert "not among the 1 accepted keys" in await refusal(of_other, served.port)
+                assert "not among the 1 keys that are accepted here" in await refusal(of_other, served.port)
                 nursery.cancel_scope.cancel()
             assert (served.heard, unguarded.heard) == ([], [])
         (line,) = set(refused)  # said again if libzmq has connected again before its owner had a turn

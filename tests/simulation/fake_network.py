@@ -58,7 +58,7 @@ ADMISSION = AdmissionLimits(
 """Messages arrive whole here, so their sizes are of no account."""
 
 REFUSED = "Connection refused"
-NOT_LET_IN = "it does not let this engine in"
+NOT_LET_IN = "it does not let us in"
 NOT_CONNECTED = 0
 """The number of a connection that has ended, for `Admission`."""
 RESET = "Connection reset by peer"

@@ -58,7 +58,7 @@ def asked(requester: Any, seconds: float = math.inf) -> Any:
     return trio.run(advertisement, requester, PLACE, (0, 0), seconds)
 
 
-KEYLESS = "it speaks to those only who have a key, and this tool has none (curve_directory)"
+KEYLESS = "it speaks to those only who have a key, and there is none here (curve_directory)"
 
 
 @pytest.mark.parametrize(

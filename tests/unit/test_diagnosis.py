@@ -401,7 +401,9 @@ def test_a_peer_that_several_ranks_could_not_reach_is_one_finding() -> None:
 
 def test_a_peer_that_may_not_be_spoken_to_is_a_problem_also_while_nobody_tries() -> None:
     """Another attempt ends alike, and `doctor` ended with status 0."""
-    row: PeerRow = peer_row("idle", failure="NotAllowed", detail="it has a key that is not among the accepted keys").row
+    row: PeerRow = peer_row(
+        "idle", failure="NotAllowed", detail="it has a key that is not among the keys accepted here"
+    ).row
     assert problems(engine("d", row)) == ["peers"]
 
 

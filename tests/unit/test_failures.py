@@ -21,7 +21,7 @@ EXAMPLES: list[Failure] = [
     failures.HandshakeMalformed(**_PEER, field="agent_metadata", detail="longer than 4096 bytes"),
     failures.HandshakeRefused(**_PEER, detail="no such rank"),
     failures.PreviousReadsInFlight(**_PEER),
-    failures.NotAllowed(**_PEER, detail="it does not let this engine in"),
+    failures.NotAllowed(**_PEER, detail="it does not let us in"),
     failures.WrongEngine(**_PEER, found="prefill-8"),
     failures.ConnectionRefused(**_PEER),
     failures.NoDescriptorLeft(**_PEER),
