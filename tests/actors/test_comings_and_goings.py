@@ -218,7 +218,9 @@ def test_who_cannot_be_met_is_told_at_once_with_the_kind_of_the_failure() -> Non
     """Before any bound of an attempt, and with two engines of which one has taken the only place."""
 
     async def test() -> None:
-        options = ConnectorOptions(peer_limit=1, backoff_initial_seconds=60.0, backoff_max_seconds=60.0)
+        options = ConnectorOptions(
+            peer_limit=1, handshake_timeout_seconds=20.0, backoff_initial_seconds=60.0, backoff_max_seconds=60.0
+        )
         async with (
             engine("unlike", serves=True, head_bytes=64) as unlike,
             engine("p", serves=True) as p,
