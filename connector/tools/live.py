@@ -18,6 +18,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TypeVar
 
 import msgspec
@@ -146,8 +147,9 @@ class EngineReport:
     def of(self, kind: type[R]) -> list[R]:
         return [row for rank in self.ranks for row in rank.of(kind)]
 
-    @property
+    @cached_property
     def engine_id(self) -> str | None:
+        """Looked for once, because that may be among all rows."""
         for rank in self.ranks:
             if rank.engine is not None:
                 return rank.engine.engine_id
@@ -215,13 +217,12 @@ class Survey:
     def rows(self) -> Iterator[tuple[str, int, AnyRow]]:
         """Engine id, number of the worker, row. Times of day are ours, as far as clocks could be compared."""
         for engine in self.engines:
-            engine_id = engine.engine_id or ""  # which is looked for among all rows
             for number, rank in enumerate(engine.ranks):
                 for row in rank.rows:
                     if isinstance(row, RecordRow) and rank.wall_ahead_seconds is not None:
                         wall = row.record.wall - rank.wall_ahead_seconds
                         row = msgspec.structs.replace(row, record=msgspec.structs.replace(row.record, wall=wall))
-                    yield engine_id, number, row
+                    yield engine.engine_id or "", number, row
 
     def leaving(self) -> list[str]:
         """The engines that lend nothing any more, because they drain or have drained."""

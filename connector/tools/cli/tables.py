@@ -51,10 +51,9 @@ class _Columns(NamedTuple, Generic[R]):
 
     def tables(self, found: Survey, width: int | None) -> list[Table]:
         told = [
-            (on, row)
+            (f"{engine.name}/{number}", row)
             for engine in found.engines
             for number, rank in enumerate(engine.ranks)
-            for on in (f"{engine.name}/{number}",)  # which is looked for among all rows
             for row in rank.of(self.kind)
         ]
         order = self.order
