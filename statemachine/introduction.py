@@ -31,6 +31,7 @@ from typing import Any, TypeAlias, assert_never
 import msgspec
 
 from statemachine.deadlines import Deadlines
+from statemachine.failures import Failure
 from statemachine.kernel import NO_EFFECTS, Effect, Event, Machine, MachineState, pairs, to
 from statemachine.pauses import doubled_ns, spread_ns
 
@@ -38,6 +39,8 @@ PLACES_MAX = 256
 
 Place: TypeAlias = str
 """host:port of a side channel."""
+Problem: TypeAlias = Failure | str
+"""Why an attempt failed; a sentence for people where no failure has a type for it."""
 Engine: TypeAlias = Hashable
 """What is known of an engine that has answered; opaque to the core, but for being equal to itself."""
 
@@ -56,16 +59,14 @@ class Introduction(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         failures: attempts that failed in a row.
         engine: that answered last.
-        problem: why the last attempt failed, for people; None since it was met.
-        kind: of the failure that this was, if it has a type.
+        problem: why the last attempt failed; None since it was met.
     """
 
     place: Place
     state: State = State.PAUSING
     failures: int = 0
     engine: Engine | None = None
-    problem: str | None = None
-    kind: str = ""
+    problem: Problem | None = None
 
 
 class PauseOver(Event, frozen=True, kw_only=True):
@@ -85,8 +86,7 @@ class Failed(Event, frozen=True, kw_only=True):
     """Nobody is there who can be met, or it could not be connected in time."""
 
     place: Place
-    problem: str
-    kind: str = ""
+    problem: Problem
 
 
 class Connected(Event, frozen=True, kw_only=True):
@@ -128,8 +128,7 @@ class SayFailed(Effect, frozen=True, kw_only=True):
     """For people: once until it has been met."""
 
     place: Place
-    problem: str
-    kind: str = ""
+    problem: Problem
 
 
 Effects: TypeAlias = tuple[AskWho | Meet | StartPause | SayFailed, ...]
@@ -143,23 +142,22 @@ def _ask(value: Introduction, event: PauseOver) -> tuple[Introduction, Effects]:
 
 def _meet(value: Introduction, event: Answered) -> tuple[Introduction, Effects]:
     if event.is_own:
-        return msgspec.structs.replace(value, state=State.OWN, engine=None, problem=None, kind=""), NO_EFFECTS
+        return msgspec.structs.replace(value, state=State.OWN, engine=None, problem=None), NO_EFFECTS
     meeting = msgspec.structs.replace(value, state=State.MEETING, engine=event.engine)
     return meeting, (Meet(place=value.place, engine=event.engine),)
 
 
 def _pause(value: Introduction, event: Failed) -> tuple[Introduction, Effects]:
     failures = value.failures + 1
-    problem, kind = event.problem, event.kind
-    paused = msgspec.structs.replace(value, state=State.PAUSING, failures=failures, problem=problem, kind=kind)
+    paused = msgspec.structs.replace(value, state=State.PAUSING, failures=failures, problem=event.problem)
     effects: Effects = (StartPause(failures=failures),)
     if value.problem is None:
-        effects = (*effects, SayFailed(place=value.place, problem=problem, kind=kind))
+        effects = (*effects, SayFailed(place=value.place, problem=event.problem))
     return paused, effects
 
 
 def _be_met(value: Introduction, event: Connected) -> tuple[Introduction, Effects]:
-    return msgspec.structs.replace(value, state=State.MET, failures=0, problem=None, kind=""), NO_EFFECTS
+    return msgspec.structs.replace(value, state=State.MET, failures=0, problem=None), NO_EFFECTS
 
 
 def _lose(value: Introduction, event: Lost) -> tuple[Introduction, Effects]:
@@ -220,8 +218,7 @@ class EngineNotMet(Event, frozen=True, kw_only=True):
     """An attempt to connect an engine has failed, whoever wanted it, or was not made."""
 
     engine: Engine
-    problem: str
-    kind: str
+    failure: Failure
 
 
 MEETING_TIMEOUTS = 4
@@ -293,10 +290,10 @@ class Introductions:
                 self._tell(engine, Connected(), now_ns)
             case EngineLost(engine=engine):
                 self._tell(engine, Lost(), now_ns)
-            case EngineNotMet(engine=engine, problem=problem, kind=kind):
+            case EngineNotMet(engine=engine, failure=failure):
                 for place in self._places_of(engine):
                     if self._values[place].state is State.MEETING:  # others did not ask for this attempt
-                        self._step(place, Failed(place=place, problem=problem, kind=kind), now_ns)
+                        self._step(place, Failed(place=place, problem=failure), now_ns)
             case _:
                 raise TypeError(f"{type(event).__name__} is not an event of this core")
         return self._take_effects()

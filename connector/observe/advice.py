@@ -192,6 +192,11 @@ def advice_of(failure: Failure) -> str:
     return failure.advice if isinstance(failure, Incompatible) else WHAT_TO_DO[failure.kind]
 
 
+def named(kind: str | None, sentence: str) -> str:
+    """A sentence behind the kind of the failure that it is about, if that has one."""
+    return f"{kind}: {sentence}" if kind else sentence
+
+
 def told(kind: str | None, sentence: str | None, otherwise: str = "") -> tuple[str | None, str]:
     """What happened and what to do, of a failure that another process or a file tells by its kind and its sentence.
 

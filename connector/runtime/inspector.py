@@ -33,7 +33,7 @@ from connector.observe.traced import QUEUED
 from connector.ports.side_channel import Listener, ReplyAddress
 from connector.protocol import LoadFailed, LocalPrefill, LocalPrefillsSeen, RoomLacking
 from connector.runtime.context import ActorContext
-from connector.runtime.introducer import BUILTIN, Introducer, answered_by
+from connector.runtime.introducer import BUILTIN, Introducer, answered_by, kind_of
 from connector.runtime.lease_keeper import LeaseKeeper
 from connector.runtime.mailbox import Mailbox
 from connector.runtime.peer_actor import PeerActor
@@ -561,7 +561,7 @@ class Inspector:
             state=value.state.value,
             engine_id=text(answered_by(value)),
             failures=value.failures,
-            failure=value.kind or None,
+            failure=kind_of(value.problem) or None,
             detail=optional_text(value.problem, DETAIL_LENGTH_MAX),
             is_builtin=value.problem == BUILTIN,
         )

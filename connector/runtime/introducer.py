@@ -17,6 +17,7 @@ import trio
 from connector.addresses import split_place
 from connector.clock import NS_PER_SECOND, Clock, seconds_until, to_ns
 from connector.config import ConnectorOptions
+from connector.observe.advice import named
 from connector.ports.side_channel import NotASideChannel, SideChannel, SideChannelError
 from connector.protocol import MeetPeer, PeerAddress
 from connector.runtime.effects import carry_out, internal_error
@@ -38,6 +39,11 @@ TOO_MANY = f"not named: {core.PLACES_MAX} places are known already, and all are 
 def answered_by(value: core.Introduction) -> str:
     """Of the engine that answered last; empty: none has."""
     return value.engine.engine_id if isinstance(value.engine, PeerKey) else ""
+
+
+def kind_of(problem: core.Problem | None) -> str:
+    """Empty: it has none."""
+    return problem.kind if isinstance(problem, Failure) else ""
 
 
 class Introducer:
@@ -133,14 +139,19 @@ class Introducer:
 
     def note_not_met(self, key: PeerKey, failure: Failure) -> None:
         """An attempt to connect it has failed, or was not made."""
-        self._feed(core.EngineNotMet(engine=key, problem=str(failure), kind=failure.kind))
+        self._feed(core.EngineNotMet(engine=key, failure=failure))
 
     def _row(self, place: str) -> PlaceRow:
         value = self._core.get(place)
         if value is None:
             return PlaceRow(place=place, state="unknown", engine_id="", problem=TOO_MANY)
-        problem, kind = value.problem or "", value.kind
-        return PlaceRow(place=place, state=value.state.value, engine_id=answered_by(value), problem=problem, kind=kind)
+        return PlaceRow(
+            place=place,
+            state=value.state.value,
+            engine_id=answered_by(value),
+            problem=str(value.problem or ""),
+            kind=kind_of(value.problem),
+        )
 
     def _feed(self, event: Event) -> list[core.CoreEffect]:
         """Returns what was carried out because of it."""
@@ -168,8 +179,8 @@ class Introducer:
                     pp_size=engine.pp_size,
                 )
                 self._meet(MeetPeer(peer=address))
-            case core.SayFailed(place=place, problem=problem, kind=kind):
-                why = f"{kind}: {problem}" if kind else problem
+            case core.SayFailed(place=place, problem=problem):
+                why = named(kind_of(problem), str(problem))
                 self._say(f"the engine at {place} cannot be met before its first request: {why}")
             case core.SayForgotten(place=place, unmet_ns=unmet_ns):
                 seconds = unmet_ns / NS_PER_SECOND

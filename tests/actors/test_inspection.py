@@ -20,6 +20,7 @@ from connector.ports.side_channel import ReplyAddress
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.protocol import LoadFailed, LocalPrefill, LocalPrefillsSeen, RoomFound, RoomLacking
 from connector.runtime.inspector import LISTS_KEPT, QUESTIONS_OF_ONE_MAX, QUESTIONS_WAITING_MAX
+from connector.runtime.introducer import kind_of
 from connector.tools.asking import Address
 from connector.tools.cli.tables import tables
 from connector.tools.diagnosis import diagnose
@@ -617,7 +618,7 @@ def test_engines_that_are_to_be_met_are_shown_until_they_are() -> None:
             assert (row.place, row.engine_id, row.failure, row.is_builtin) == (place, "", None, False)
             assert row.detail
             async with engine("unlike", serves=True, port=port, head_bytes=64):
-                await until(lambda: any(value.kind for value in d.supervisor._introducer.unmet()) or None)
+                await until(lambda: any(kind_of(value.problem) for value in d.supervisor._introducer.unmet()) or None)
                 row = await shown(d)
                 assert row is not None
                 assert (row.engine_id, row.failure) == ("unlike", "Incompatible")

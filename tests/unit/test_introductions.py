@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import pytest
 
 from statemachine import introduction
+from statemachine.failures import FirstReadNeverEnded
 from statemachine.introduction import (
     Answered,
     AskWho,
@@ -135,22 +136,23 @@ def test_one_that_answers_and_is_not_connected_in_time_is_tried_again() -> None:
 
 def test_who_hears_why_an_attempt_failed_pauses_at_once() -> None:
     core = named(A, B)
-    failed = EngineNotMet(engine=FIRST, problem="no READ", kind="FirstReadNeverEnded")
+    unread = FirstReadNeverEnded(peer="first", address=A, worker="PP 0 TP 0", timeout_seconds=5.0)
+    failed = EngineNotMet(engine=FIRST, failure=unread)
     assert core.handle(failed, 0) == [], "nobody is there, as far as is known"
     answer(core, A, FIRST, 0)
-    assert core.handle(failed, 5) == [SayFailed(place=A, problem="no READ", kind="FirstReadNeverEnded")]
+    assert core.handle(failed, 5) == [SayFailed(place=A, problem=unread)]
     assert core.handle(failed, 6) == [], "an attempt that it has not asked for"
     assert (state(core), state(core, B)) == (State.PAUSING, State.ASKING)
     value = core.get(A)
     assert value is not None
-    assert (value.problem, value.kind) == ("no READ", "FirstReadNeverEnded")
+    assert value.problem == unread
     assert core.advance(15) == [AskWho(place=A)]
     assert core.handle(failed, 15) == [], "who is there now is being asked"
     assert state(core) is State.ASKING
     fail(core, A, "nobody", 15)
     value = core.get(A)
     assert value is not None
-    assert (value.problem, value.kind) == ("nobody", "")
+    assert value.problem == "nobody"
     core.advance(35)
     met(core, now_ns=35)
     assert core.handle(failed, 36) == [], "it is connected again"

@@ -103,7 +103,7 @@ def meet(
     It goes on trying those that do not answer, and connects them again when they are back. One that could not be met
     for `engine_ttl` is forgotten.
     """
-    from connector.observe.advice import told
+    from connector.observe.advice import named, told
     from connector.tools.administration import FINAL_STATES, AdministrationError
     from connector.tools.administration import meet as meet_engines
     from connector.tools.asking import AddressError, parse_address
@@ -122,8 +122,8 @@ def meet(
     for (stage, rank), report in reports.items():
         for row in report.rows:
             name = f" engine {row.engine_id}" if row.engine_id else ""
-            what, advice = told(row.kind or None, row.problem)
-            problem = ": ".join(("", *(part for part in (row.kind, what) if part)))
+            what, advice = told(row.kind, row.problem)
+            problem = f": {named(row.kind, what)}" if what else ""
             say(f"rank {stage}.{rank}, {row.place}: {row.state}{name}{problem}")
             if advice:
                 say(f"    {advice}")

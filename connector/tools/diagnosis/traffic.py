@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
 from connector.observe import catalogue
-from connector.observe.advice import NO_PARAMETERS, TRACE_INTERRUPTED_ADVICE, WHAT_TO_DO, told
+from connector.observe.advice import NO_PARAMETERS, TRACE_INTERRUPTED_ADVICE, WHAT_TO_DO, named, told
 from connector.observe.history import LeaseKey, LeasesGiven
 from connector.tools.diagnosis.finding import Finding, about, facts_of
 from connector.tools.diagnosis.reachable import left_in_peace
@@ -76,7 +76,7 @@ def introductions(engines: Sequence[EngineReport]) -> Iterator[Finding]:
         for (place, failure), rows in unmet.items():
             row = next(iter(rows.values()))
             detail, advice = told(failure, row.detail)
-            why = f"{failure}: {detail}" if failure else detail
+            why = named(failure, detail or "")
             what = f"the engine at {place} cannot be met before its first request: {why}{_on(rows, engine)}"
             yield about(engine, "known peers", "note" if row.is_builtin else "warning", what, advice)
 
