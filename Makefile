@@ -25,8 +25,9 @@
 #              place in the code of each process, spread over the run; some twenty minutes
 # make oracle  100,000 random pairs of models and engines: each read plan is carried out and judged by bytes
 # make mutants hundreds of deliberately broken variants of the product, each of which a test or an oracle must notice
-# make chaos MINUTES=5 SEED=1   real engines under load: prefill engines die, hang and come back, proxies misbehave and
-#                strangers call: no wrong answer, nothing left; BUILTIN=1 runs the same plan with the built-in connector
+# make chaos MINUTES=5 SEED=1   real engines under load: prefill engines die, hang and come back, the network loses what
+#                they send, proxies misbehave and strangers call: no wrong answer, nothing left; BUILTIN=1 runs the same
+#                plan with the built-in connector
 # make fuzz MINUTES=10   damaged messages for every decoder of bytes from outside, and for the two sockets
 # make attack  floods, crowds and messages without end against a real prefill engine; what they cost, and whom
 # make bench   this connector beside the one built into vLLM, case after case, in turns; about half an hour

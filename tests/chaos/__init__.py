@@ -4,17 +4,19 @@
     make chaos MINUTES=5 SEED=1 BUILTIN=1    and then the same plan with the built-in connector, reported beside it
 
 What is real
-    Four vLLM API servers with a small Llama, NIXL over TCP and over shared memory, signals, sockets. One decode engine
-    has the load-failure policy `fail` and copies over shared memory, the other one `recompute` and reads over TCP.
+    Four vLLM API servers with a small Llama, NIXL over TCP and over shared memory, signals, sockets, and the network:
+    each engine has one of its own, and the kernel forwards between them. One decode engine has the load-failure policy
+    `fail` and copies over shared memory, the other one `recompute` and reads over TCP.
     A client in the place of a router asks for prompts whose answers were computed before.
 
 What is done to them
     A plan (`plan`) is drawn from the seed: prefill engines are killed, stopped for shorter and for longer than a lease,
     drained by the command `nixl-actor drain` and by SIGTERM (`drains`), and come back with the same or with another
-    engine id; strangers send garbage and keep connections half open on side channels and control sockets; proxies
-    between the engines delay, hold back, refuse and reset. The clients of the load (`load`) leave, send parameters
-    twice, to both engines, too late, malformed or not at all. The plan is printed and can be replayed; when each thing
-    happens relative to a request cannot.
+    engine id; the network loses, without a word, all that a prefill engine sends or gets, or its READs alone; strangers
+    send garbage and keep connections half open on side channels and control sockets; proxies between the engines delay,
+    hold back, refuse and reset. The clients of the load (`load`) leave, send parameters twice, to both engines, too
+    late, malformed or not at all. The plan is printed and can be replayed; when each thing happens relative to a request
+    cannot.
 
 What is promised, and judged at the end (`report`)
     No wrong answer. Every call ends. No decode engine restarts. With `recompute` no client sees an error but those that

@@ -1,5 +1,8 @@
 """The engines of a run of chaos: two prefill engines, each behind a proxy of its side channel, and two decode engines.
 
+Each is on a machine of its own, between which the network loses what it is told to lose (`tests.rig.lan`); the clients
+and the proxies are on another one. Where no networks can be made, all are on this machine's loopback.
+
 The decode engine `fail` copies over shared memory, `recompute` reads over TCP: a READ then needs the help of the engine
 that lends, and hangs while that one is stopped.
 """
@@ -18,10 +21,11 @@ from typing import Any, Literal, TypeVar
 from connector.tools.asking import Address
 from connector.tools.live import EngineReport, Question, survey
 from connector.wire.inspection import EngineRow
-from tests.chaos.plan import DECODE, LEASE_SECONDS, PREFILL
+from tests.chaos.plan import DECODE, LEASE_SECONDS, PREFILL, Kind
 from tests.chaos.proxy import Proxy, ProxyThread
 from tests.e2e.cluster import BUILTIN_CONFIG, CHUNK_TOKENS, small_options
 from tests.e2e.engines import LOOPBACK, OVER_TCP, Engine, EngineSet
+from tests.rig.lan import HERE, Lan, NoNetworks, Way
 
 ConnectorName = Literal["ours", "builtin"]
 T = TypeVar("T")
@@ -64,6 +68,8 @@ class Prefill:
 
     engine: Engine
     proxy: Proxy
+    network: threading.Lock = field(default_factory=threading.Lock)
+    """Of who has the network lose something."""
     lives: int = 1
     since_wall: float = 0.0
     """Unix time at which the processes of this life were started, at the latest."""
@@ -103,11 +109,18 @@ class ChaosCluster:
     def __init__(self, connector: ConnectorName, directory: Path) -> None:
         self.connector: ConnectorName = connector
         self.directory = directory
+        self.no_networks = ""
+        """Why all engines are on one machine; empty: they are not."""
+        self._lan: Lan | None = None
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> ChaosCluster:
         with contextlib.ExitStack() as stack:
-            proxies = stack.enter_context(ProxyThread())
+            try:
+                self._lan = stack.enter_context(Lan(*PREFILL, *DECODE, with_here=True))
+            except NoNetworks as reason:
+                self.no_networks = str(reason)
+            proxies = stack.enter_context(ProxyThread(self.host))
             engines = stack.enter_context(EngineSet())
             started = engines.start(
                 *(self._options(name, core, engine_id=f"{name}-1") for core, name in enumerate(PREFILL)),
@@ -117,7 +130,9 @@ class ChaosCluster:
                 ),
             )
             self.prefill = {
-                engine.name: Prefill(engine, proxies.proxy(engine.options.side_channel_port, names_control=True))
+                engine.name: Prefill(
+                    engine, proxies.proxy((engine.options.host, engine.options.side_channel_port), names_control=True)
+                )
                 for engine in started[: len(PREFILL)]
             }
             self.decode = {engine.name: engine for engine in started[len(PREFILL) :]}
@@ -130,23 +145,52 @@ class ChaosCluster:
         self._stack.close()
 
     @property
+    def host(self) -> str:
+        """The address of clients and proxies."""
+        return self._lan.machines[HERE].address if self._lan is not None else LOOPBACK
+
+    @property
     def engines(self) -> dict[str, Engine]:
         return {name: each.engine for name, each in self.prefill.items()} | self.decode
 
-    def control_port(self, name: str) -> int | None:
-        """Of the engine's worker; None for a built-in engine, and for one that does not answer."""
+    def lose(self, kind: Kind, name: str, seconds: float) -> bool:
+        """Have the network lose what this prefill engine sends or gets, for so long, one after another. What clients
+        and it say to each other gets through: a router would notice. Returns whether there is such a network."""
+        if self._lan is None:
+            return False
+        prefill = self.prefill[name]
+        with prefill.network:
+            way: Way = "there" if kind is Kind.LOSE_SENT else "both ways"
+            for decode in DECODE:
+                self._lan.cut(name, decode, way)
+            if kind is not Kind.LOSE_READS:  # all others are said through proxies
+                self._lan.cut(name, HERE, way, but_ports=[prefill.engine.options.http_port])
+            try:
+                time.sleep(seconds)
+            finally:
+                for other in (*DECODE, HERE):
+                    self._lan.mend(name, other)
+        return True
+
+    def control(self, name: str) -> tuple[str, int] | None:
+        """Where the engine's worker listens; None for a built-in engine, and for one that does not answer."""
         row = self.ask(name, "engine").of(EngineRow)
-        return int(row[0].facts.control.rpartition(":")[2]) if row else None
+        if not row:
+            return None
+        host, _, port = row[0].facts.control.rpartition(":")
+        return host, int(port)
 
     def ask(self, name: str, *whats: Any) -> EngineReport:
         """What the engine says of itself, asked directly."""
-        address = Address(LOOPBACK, self.engines[name].options.side_channel_port)
+        options = self.engines[name].options
+        address = Address(options.host, options.side_channel_port)
         questions = [Question(what=what) for what in whats]
         return survey([address], questions, follow=False, seconds=SURVEY_SECONDS).engines[0]
 
     def _options(self, name: str, core: int, **others: Any) -> Any:
         is_ours, is_prefill = self.connector == "ours", name in PREFILL
         blocks = PREFILL_BLOCKS if is_prefill else DECODE_BLOCKS
+        machine = self._lan.machines[name] if self._lan is not None else None
         return small_options(
             self.directory,
             name,
@@ -157,6 +201,8 @@ class ChaosCluster:
             extra_config=COMMON | OURS_ONLY if is_ours else COMMON | BUILTIN_ONLY,
             max_num_batched_tokens=CHUNK_TOKENS,
             trace_directory=self.directory / "traces" if is_ours else None,
+            host=machine.address if machine is not None else LOOPBACK,
+            machine=machine.process if machine is not None else None,
             environment={"UCX_TLS": OVER_TCP} if name == "recompute" else {},
             arguments=(
                 *("--num-gpu-blocks-override", str(blocks)),

@@ -18,7 +18,6 @@ from connector.tools.asking import Address
 from tests.chaos.cluster import DRAIN_GRACE_SECONDS, SHUTDOWN_SECONDS, Prefill
 from tests.chaos.load import Call, Usage
 from tests.chaos.plan import LEASE_SECONDS
-from tests.e2e.engines import LOOPBACK
 
 COMMAND_SECONDS_MAX = 2 * DRAIN_GRACE_SECONDS
 END_SECONDS_MAX = 2.0 * SHUTDOWN_SECONDS
@@ -79,7 +78,8 @@ def by_command(prefill: Prefill, now: Callable[[], float]) -> Drain:
     """`nixl-actor drain`, and then its end. One that cannot be asked is ended all the same: strangers may just have all
     the room that its side channel has for connections from one address. `now`: seconds after the start of the load."""
     from_seconds = now()
-    address = Address(LOOPBACK, prefill.engine.options.side_channel_port)
+    options = prefill.engine.options
+    address = Address(options.host, options.side_channel_port)
     lent: list[int] = []
     lent_last, problem = None, ""
     (last,) = drain(

@@ -168,6 +168,7 @@ class Load:
     def __init__(self, cluster: ChaosCluster, seed: int) -> None:
         self._seed = seed
         self._prefill = {name: Client(each.engine) for name, each in cluster.prefill.items()}
+        self._host = cluster.host
         self._ports = {name: each.proxy.port for name, each in cluster.prefill.items()}
         self._decode = {name: Client(engine, CALL_TIMEOUT_SECONDS) for name, engine in cluster.decode.items()}
         self._left_alone: dict[str, float] = {}
@@ -324,7 +325,7 @@ class Load:
             timeout_seconds=timeout_seconds,
         )
         if answer.ok and answer.kv_transfer_params:
-            return answer.kv_transfer_params | {"remote_port": self._ports[prefill]}
+            return answer.kv_transfer_params | {"remote_host": self._host, "remote_port": self._ports[prefill]}
         if timeout_seconds == PREFILL_TIMEOUT_SECONDS:
             self._left_alone[prefill] = time.monotonic() + LEFT_ALONE_SECONDS
             self.results.lost_prefills[_seen(answer) or "no parameters"] += 1

@@ -2,7 +2,8 @@
 
 Kinds are dealt from shuffled decks, so that every kind occurs before one occurs again. Faults in the life of a prefill
 engine (killed, stopped, ended) follow each other on that engine: one whose turn comes while the engine still starts
-waits for it. Faults of the network and strangers' visits have threads of their own, and overlap with everything.
+waits for it. Faults of the network and of proxies, and strangers' visits, have threads of their own, and overlap with
+everything.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ T = TypeVar("T")
 
 
 class Kind(enum.Enum):
-    """What goes wrong. The target of a life's fault is an engine, that of the others a socket of an engine."""
+    """What goes wrong. The target of a fault of a life or of the network is an engine, that of the others one of its
+    sockets."""
 
     KILL_SAME_ID = "kill, back with the same engine id"
     KILL_NEW_ID = "kill, back with a new engine id"
@@ -32,6 +34,10 @@ class Kind(enum.Enum):
     DRAIN_NEW_ID = "nixl-actor drain, back with a new engine id"
     STOP_SHORT = "SIGSTOP for less than a lease"
     STOP_LONG = "SIGSTOP for longer than a lease"
+
+    LOSE_ALL = "network loses all but what clients say"
+    LOSE_SENT = "network loses all that it sends but answers to clients"
+    LOSE_READS = "network loses READs"
 
     DELAY = "proxy delays"
     CUT = "proxy holds everything back"
@@ -50,7 +56,8 @@ LIFE_KINDS = (
     Kind.KILL_NEW_ID,
     Kind.SIGTERM_SAME_ID,
 )
-NETWORK_KINDS = (Kind.DELAY, Kind.CUT, Kind.RESET, Kind.REFUSE)
+NETWORK_KINDS = (Kind.LOSE_ALL, Kind.LOSE_SENT, Kind.LOSE_READS)
+PROXY_KINDS = (Kind.DELAY, Kind.CUT, Kind.RESET, Kind.REFUSE)
 STRANGER_KINDS = (Kind.GARBAGE, Kind.HALF_OPEN)
 
 SIDE, CONTROL = "side channel", "control socket"
@@ -63,6 +70,9 @@ _SECONDS_OF: dict[Kind, tuple[float, float]] = {
     Kind.DRAIN_NEW_ID: (0.0, 2.0),
     Kind.STOP_SHORT: (0.5, LEASE_SECONDS / 2),
     Kind.STOP_LONG: (LEASE_SECONDS * 1.3, LEASE_SECONDS * 1.8),
+    Kind.LOSE_ALL: (0.5, LEASE_SECONDS * 1.5),
+    Kind.LOSE_SENT: (0.5, LEASE_SECONDS * 1.5),
+    Kind.LOSE_READS: (0.5, LEASE_SECONDS * 1.5),
     Kind.DELAY: (1.0, 4.0),
     Kind.CUT: (0.5, LEASE_SECONDS * 1.5),
     Kind.RESET: (0.0, 0.0),
@@ -78,7 +88,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         at_seconds: after the start of the load, at the earliest.
-        target: name of an engine; with a socket behind it ("p0 side channel") for all that is not in a life.
+        target: name of an engine; with a socket behind it ("p0 side channel") for what proxies and strangers do.
         seconds: how long.
     """
 
@@ -125,13 +135,15 @@ def draw_plan(seed: int, seconds: float, *, life_gap_seconds: float = 14.0, othe
         _fault(rng, at, kind, PREFILL[(first + number) % len(PREFILL)])
         for number, (at, kind) in enumerate(zip(_times(rng, seconds, life_gap_seconds), _deal(rng, LIFE_KINDS)))  # noqa: B905
     ]
-    network = [(kind, f"{engine} {socket}") for kind in NETWORK_KINDS for engine in PREFILL for socket in SOCKETS]
+    network = [(kind, engine) for kind in NETWORK_KINDS for engine in PREFILL]
+    proxies = [(kind, f"{engine} {socket}") for kind in PROXY_KINDS for engine in PREFILL for socket in SOCKETS]
     strangers = [
         (kind, f"{name} {socket}") for kind in STRANGER_KINDS for name in PREFILL + DECODE for socket in SOCKETS
     ]
+    cards = (*network, *proxies, *strangers)
     others = [
         _fault(rng, at, kind, target)
-        for at, (kind, target) in zip(_times(rng, seconds, other_gap_seconds), _deal(rng, (*network, *strangers)))  # noqa: B905
+        for at, (kind, target) in zip(_times(rng, seconds, other_gap_seconds), _deal(rng, cards))  # noqa: B905
     ]
     return Plan(seed=seed, seconds=seconds, faults=tuple(sorted(lives + others, key=lambda each: each.at_seconds)))
 

@@ -2,7 +2,7 @@
 
 All run in one trio thread (`ProxyThread`). A proxy of a side channel also puts a proxy before the control socket that
 the handshake names: it reads the ZMTP frames that go to the client (a greeting of 64 bytes, then frames with a byte of
-flags and a length of one byte or eight), and replaces the port in each payload of a handshake that it knows.
+flags and a length of one byte or eight), and replaces the address in each payload of a handshake that it knows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import trio
 
 from tests.rig.network import free_port
 
-LOOPBACK = "127.0.0.1"
 CHUNK_BYTES = 1 << 16
 HELD_BACK_POLL_SECONDS = 0.02
 START_TIMEOUT_SECONDS = 10.0
@@ -30,16 +29,16 @@ _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
 class Proxy:
-    """One listening port in front of another port. Methods may be called in any thread.
+    """One listening port in front of another address. Methods may be called in any thread.
 
     Attributes:
         delay_seconds: each chunk of bytes waits so long.
         holds_back: while it is true nothing passes, and nothing is lost.
     """
 
-    def __init__(self, thread: ProxyThread, target: int, names_control: bool) -> None:
+    def __init__(self, thread: ProxyThread, target: tuple[str, int], names_control: bool) -> None:
         self._thread = thread
-        self._target = target
+        self._target_host, self._target_port = target
         self._names_control = names_control
         self._scopes: set[trio.CancelScope] = set()
         self._listening: tuple[trio.SocketListener, trio.CancelScope] | None = None
@@ -84,7 +83,7 @@ class Proxy:
     async def open(self) -> None:
         """Listen, unless it does."""
         if self._listening is None:
-            (listener,) = await trio.open_tcp_listeners(self._port, host=LOOPBACK)
+            (listener,) = await trio.open_tcp_listeners(self._port, host=self._thread.host)
             await self._thread.nursery.start(self._serve, listener)
 
     async def _serve(
@@ -104,13 +103,13 @@ class Proxy:
                     # Closed in any way but its own end, a connection ends with a reset.
                     client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
                     if self._listening is not None:  # it may have been accepted just before
-                        async with await trio.open_tcp_stream(LOOPBACK, self._target) as server:
+                        async with await trio.open_tcp_stream(self._target_host, self._target_port) as server:
                             await self._pass_on(client, server)
             finally:
                 self._scopes.discard(scope)
 
     async def _pass_on(self, client: trio.SocketStream, server: trio.SocketStream) -> None:
-        rewrite = _HandshakeRewriter(self._control_port_of).feed if self._names_control else _as_it_is
+        rewrite = _HandshakeRewriter(self._control_of).feed if self._names_control else _as_it_is
         async with trio.open_nursery() as both:
 
             async def copy(source: trio.SocketStream, sink: trio.SocketStream, transform: Transform) -> None:
@@ -127,13 +126,13 @@ class Proxy:
             both.start_soon(copy, client, server, _as_it_is)
             both.start_soon(copy, server, client, rewrite)
 
-    async def _control_port_of(self, port: int) -> int:
-        """Of the proxy in front of this control socket, made when it is named for the first time."""
+    async def _control_of(self, port: int) -> tuple[str, int]:
+        """The address of the proxy in front of this control socket, made when it is named for the first time."""
         if port not in self._behind:
-            proxy = Proxy(self._thread, port, names_control=False)
+            proxy = Proxy(self._thread, (self._target_host, port), names_control=False)
             await proxy.open()
             self._behind[port] = proxy
-        return self._behind[port].port
+        return self._thread.host, self._behind[port].port
 
     def _reset(self) -> None:
         for scope in list(self._scopes):
@@ -158,12 +157,12 @@ async def _as_it_is(data: bytes) -> bytes:
 
 
 class _HandshakeRewriter:
-    """What a side channel says to one client, with the port of the control socket replaced."""
+    """What a side channel says to one client, with the address of the control socket replaced."""
 
     GREETING_BYTES = 64
     LONG = 2
 
-    def __init__(self, replacement: Callable[[int], Awaitable[int]]) -> None:
+    def __init__(self, replacement: Callable[[int], Awaitable[tuple[str, int]]]) -> None:
         self._replacement = replacement
         self._greeting_left = self.GREETING_BYTES
         self._held = b""
@@ -197,20 +196,22 @@ class _HandshakeRewriter:
             port = actor["control_port"]
         except (msgspec.DecodeError, UnicodeDecodeError, TypeError, KeyError, IndexError):
             return body
-        return msgspec.msgpack.encode(payload | {"actor": actor | {"control_port": await self._replacement(port)}})
+        host, port = await self._replacement(port)
+        return msgspec.msgpack.encode(payload | {"actor": actor | {"control_host": host, "control_port": port}})
 
 
 class ProxyThread:
-    """Runs proxies until the `with` block is left."""
+    """Runs proxies until the `with` block is left. `host`: where they listen."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str) -> None:
+        self.host = host
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._main, name="proxies")
         self._token: trio.lowlevel.TrioToken | None = None
         self.nursery: trio.Nursery
 
-    def proxy(self, target: int, *, names_control: bool) -> Proxy:
-        """A new one that listens, in front of the port `target`; `names_control`: that is a side channel."""
+    def proxy(self, target: tuple[str, int], *, names_control: bool) -> Proxy:
+        """A new one that listens, in front of the address `target`; `names_control`: that is a side channel."""
         proxy = Proxy(self, target, names_control)
         self.call_async(proxy.open)
         return proxy

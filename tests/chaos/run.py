@@ -18,7 +18,7 @@ from connector.tools.trace_reader import merged, read_processes
 from tests.chaos.cluster import SOCKETS_OF_A_RECONNECTION, ChaosCluster, ConnectorName, Prefill
 from tests.chaos.drains import END_SECONDS_MAX, Disturbance, by_command, by_sigterm
 from tests.chaos.load import Load
-from tests.chaos.plan import CONTROL, LIFE_KINDS, PREFILL, SIDE, Fault, Kind, Plan
+from tests.chaos.plan import CONTROL, LIFE_KINDS, NETWORK_KINDS, PREFILL, SIDE, STRANGER_KINDS, Fault, Kind, Plan
 from tests.chaos.remains import (
     WORKER,
     Life,
@@ -59,6 +59,8 @@ def run(plan: Plan, connector: ConnectorName, directory: Path, say: Say, late_ma
     """Carry out the plan. Raises what is a mistake of the run itself, such as an engine that does not start."""
     with ChaosCluster(connector, directory) as cluster:
         say(f"{connector}: two prefill and two decode engines are up; computing the answers to compare with")
+        if cluster.no_networks:
+            say(f"the network loses nothing, because none can be made here: {cluster.no_networks}")
         load = Load(cluster, plan.seed)
         try:
             return _Run(plan, cluster, load, say, late_max).carry_out()
@@ -192,21 +194,27 @@ class _Run:
 
     def _disturb(self, fault: Fault) -> None:
         from_seconds = self._now()
-        is_possible = self._visit(fault) if fault.kind in (Kind.GARBAGE, Kind.HALF_OPEN) else self._delay_or_cut(fault)
+        if fault.kind in STRANGER_KINDS:
+            is_possible = self._visit(fault)
+        elif fault.kind in NETWORK_KINDS:
+            is_possible = self._cluster.lose(fault.kind, fault.engine, fault.seconds)
+        else:
+            is_possible = self._delay_or_cut(fault)
         self._disturbances.append(Disturbance(fault.engine, from_seconds, self._now()))
         (self._faults if is_possible else self._impossible)[fault.kind.value] += 1
 
     def _visit(self, fault: Fault) -> bool:
         if fault.socket == CONTROL:
-            port = self._cluster.control_port(fault.engine)
+            address = self._cluster.control(fault.engine)
         else:
-            port = self._cluster.engines[fault.engine].options.side_channel_port
-        if port is None:
+            options = self._cluster.engines[fault.engine].options
+            address = options.host, options.side_channel_port
+        if address is None:
             return False
         if fault.kind is Kind.GARBAGE:
-            send_garbage(port, random.Random(f"{self._plan.seed} {fault}"))
+            send_garbage(address, random.Random(f"{self._plan.seed} {fault}"))
             return True
-        return keep_half_open(port, fault.seconds, self._over) > 0
+        return keep_half_open(address, fault.seconds, self._over) > 0
 
     def _delay_or_cut(self, fault: Fault) -> bool:
         prefill = self._cluster.prefill[fault.engine]

@@ -10,7 +10,6 @@ import threading
 import msgspec
 import zmq
 
-LOOPBACK = "127.0.0.1"
 CONNECT_SECONDS = 2.0
 ZMQ_PATIENCE_MS = 200
 HALF_OPEN = 24
@@ -46,17 +45,17 @@ MESSAGES = (
 """What is ZMTP, and no message of these engines."""
 
 
-def send_garbage(port: int, rng: random.Random) -> None:
+def send_garbage(address: tuple[str, int], rng: random.Random) -> None:
     """All of it, and some bytes at random, each on a connection of its own. An engine that has ended refuses."""
     noise = [rng.randbytes(rng.randrange(1, 3000)), GREETING + READY + rng.randbytes(rng.randrange(1, 3000))]
     for data in (*BYTES, *noise):
-        with contextlib.suppress(OSError), socket.create_connection((LOOPBACK, port), CONNECT_SECONDS) as connection:
+        with contextlib.suppress(OSError), socket.create_connection(address, CONNECT_SECONDS) as connection:
             connection.sendall(data)
     context = zmq.Context()
     try:
         with context.socket(zmq.DEALER) as dealer:
             dealer.setsockopt(zmq.LINGER, ZMQ_PATIENCE_MS)
-            dealer.connect(f"tcp://{LOOPBACK}:{port}")
+            dealer.connect("tcp://{}:{}".format(*address))
             for frames in (*MESSAGES, [rng.randbytes(rng.randrange(1, 300))]):
                 with contextlib.suppress(zmq.Again):
                     dealer.send_multipart(frames, zmq.DONTWAIT)
@@ -65,13 +64,13 @@ def send_garbage(port: int, rng: random.Random) -> None:
         context.destroy(linger=0)
 
 
-def keep_half_open(port: int, seconds: float, stop: threading.Event) -> int:
+def keep_half_open(address: tuple[str, int], seconds: float, stop: threading.Event) -> int:
     """Connections that stop in the middle of the greeting, or before it, or behind it; how many were let in."""
     with contextlib.ExitStack() as stack:
         let_in = 0
         for number in range(HALF_OPEN):
             with contextlib.suppress(OSError):
-                connection = stack.enter_context(socket.create_connection((LOOPBACK, port), CONNECT_SECONDS))
+                connection = stack.enter_context(socket.create_connection(address, CONNECT_SECONDS))
                 connection.sendall((b"", GREETING[:11], GREETING, GREETING + READY[:9])[number % 4])
                 let_in += 1
         stop.wait(seconds)

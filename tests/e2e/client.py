@@ -24,7 +24,7 @@ from typing import Any
 
 import httpx
 
-from tests.e2e.engines import LOOPBACK, Engine
+from tests.e2e.engines import Engine
 
 ANSWER_TOKENS = 16
 CALL_TIMEOUT_SECONDS = 120.0
@@ -84,9 +84,9 @@ class Client:
     ) -> None:
         self._engine_label = "" if data_parallel_rank is None else f'engine="{data_parallel_rank}"'
         self._rank_header = {} if data_parallel_rank is None else {"X-data-parallel-rank": str(data_parallel_rank)}
-        self._port = engine.options.http_port
+        self._host, self._port = engine.options.host, engine.options.http_port
         self._http = httpx.Client(
-            base_url=f"http://{LOOPBACK}:{self._port}",
+            base_url=f"http://{self._host}:{self._port}",
             timeout=httpx.Timeout(timeout_seconds),
             # A connection each: the server closes one that was idle for five seconds, perhaps as a request is sent.
             limits=httpx.Limits(max_connections=64, max_keepalive_connections=0),
@@ -145,7 +145,7 @@ class Client:
         """One completion whose client goes away when the block is left. So it can wait until the engine has come as far
         as it wants, where a timeout of `complete` leaves that to the machine."""
         body, headers = _body(prompt, max_tokens, kv_transfer_params), _headers(request_id) | self._rank_header
-        connection = http.client.HTTPConnection(LOOPBACK, self._port, timeout=CALL_TIMEOUT_SECONDS)
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=CALL_TIMEOUT_SECONDS)
         try:
             connection.request("POST", _path(body), _encoded(body), headers)
             yield Leaving(connection)

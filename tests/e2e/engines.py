@@ -145,13 +145,18 @@ class EngineOptions:
     """Module that changes vLLM in the engine's processes (`tests.e2e.after_import`); for engines that are forked."""
     forks: bool = True
     """Whether its processes are forked, which starts it in a third of the time (`tests.e2e.serve`)."""
+    host: str = LOOPBACK
+    """Its address, for clients and for other engines."""
+    machine: int | None = None
+    """Process whose network it uses (`tests.rig.lan`), where it has this address; for engines that are forked."""
     http_port: int = field(default_factory=free_port)
     side_channel_port: int = field(default_factory=free_port)
 
     def start(self, log_path: Path) -> ForkedServer | subprocess.Popen[bytes]:
         """The server, in a process group of its own; its output is appended to the log file."""
         if self.forks:
-            return ForkedServer(self.server_arguments(), self.process_environment(), log_path)
+            return ForkedServer(self.server_arguments(), self.process_environment(), log_path, self.machine)
+        assert self.machine is None
         # `python -m`, not `vllm serve`: the command looks its version up under the distribution name vllm.
         return self.start_command(
             [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *self.server_arguments()], log_path
@@ -164,7 +169,7 @@ class EngineOptions:
     def server_arguments(self) -> list[str]:
         """Of the API server's command line."""
         command = ["--model", str(self.model), "--served-model-name", "tiny", "--dtype", self.dtype]
-        command += ["--host", LOOPBACK, "--port", str(self.http_port), "--seed", "0"]
+        command += ["--host", self.host, "--port", str(self.http_port), "--seed", "0"]
         if self.eager and self.pipeline_parallel_size == 1:
             command += ["--enforce-eager"]
         elif self.eager:
@@ -219,11 +224,11 @@ class EngineOptions:
         """The environment of the server and of the processes that it starts."""
         environment = dict(os.environ) | (ENVIRONMENT_ON_CUDA if ON_CUDA else calm_environment())
         environment |= {
-            "VLLM_NIXL_SIDE_CHANNEL_HOST": LOOPBACK,
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": self.host,
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.side_channel_port),
             "VLLM_CPU_KVCACHE_SPACE": str(self.kv_cache_gib),
             "VLLM_CPU_OMP_THREADS_BIND": "|".join(self._cores()),
-            "VLLM_HOST_IP": LOOPBACK,
+            "VLLM_HOST_IP": self.host,
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
@@ -328,7 +333,7 @@ class Engine:
 
     def healthy(self) -> bool:
         """Whether /health answers 200 now."""
-        connection = http.client.HTTPConnection(LOOPBACK, self.options.http_port, timeout=5)
+        connection = http.client.HTTPConnection(self.options.host, self.options.http_port, timeout=5)
         try:
             connection.request("GET", "/health")
             return connection.getresponse().status == http.client.OK

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.calm import calm_environment
+from tests.rig import lan
 
 ROOT = Path(__file__).resolve().parents[2]
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
@@ -42,8 +43,10 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 class ForkedServer:
     """One API server in a session of its own; of `subprocess.Popen`, what `Engine` needs."""
 
-    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-        self.pid = _parent().fork(arguments, environment, log)
+    def __init__(
+        self, arguments: Sequence[str], environment: Mapping[str, str], log: Path, machine: int | None = None
+    ) -> None:
+        self.pid = _parent().fork(arguments, environment, log, machine)
         try:
             self._end = os.pidfd_open(self.pid)
         except ProcessLookupError:
@@ -91,8 +94,11 @@ class _Parent:
         )
         atexit.register(self._close)
 
-    def fork(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> int:
-        order = {"arguments": list(arguments), "environment": dict(environment), "log": str(log)}
+    def fork(
+        self, arguments: Sequence[str], environment: Mapping[str, str], log: Path, machine: int | None = None
+    ) -> int:
+        order: dict[str, Any] = {"arguments": list(arguments), "environment": dict(environment)}
+        order |= {"log": str(log), "machine": machine}
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(order) + "\n")
@@ -140,6 +146,8 @@ def import_what_all_need() -> None:
 def become_server(order: Mapping[str, Any], environment: Mapping[str, str]) -> None:
     """The rest of this process's life."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if order["machine"] is not None:
+        lan.enter(order["machine"])
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None  # looked up already when vLLM was imported

@@ -2,7 +2,9 @@
 
 Each machine is a network namespace of the kernel, and so is the router that joins them: what goes from one to another
 is forwarded there, or dropped without a word to anybody, as by a cable that was pulled, a switch that has lost its
-power, or a firewall. Nothing of it is visible from outside. A process enters a machine by `enter`.
+power, or a firewall. A process enters a machine by `enter`. Nothing of it is visible from outside, unless the machine
+that all of this runs on is one of them, as `HERE`: then it has a device more, and only one such network can be there at
+a time.
 
 Needs the right to make namespaces (root has it), and the commands unshare, nsenter and ip.
 """
@@ -20,7 +22,7 @@ from typing import Literal
 Version = Literal[4, 6]
 Way = Literal["both ways", "there", "back"]
 
-_LASTS_SECONDS = "100000"
+HERE = "here"
 _START_SECONDS = 10.0
 _CLONE_NEWNS, _CLONE_NEWNET = 0x20000, 0x40000000
 _KEPT, _LOST = 100, 200
@@ -57,8 +59,9 @@ class Machine:
 class Lan:
     """A context manager: the machines, one for each name, and the router between them."""
 
-    def __init__(self, *names: str, version: Version = 4) -> None:
+    def __init__(self, *names: str, version: Version = 4, with_here: bool = False) -> None:
         self._names = names
+        self._with_here = with_here
         self._version = version
         self._holders: list[subprocess.Popen[bytes]] = []
         self._rules: list[str] = []
@@ -71,6 +74,8 @@ class Lan:
             self._on(self._router, f"echo 1 > /proc/sys/net/{kind}/{setting}")
             for number, name in enumerate(self._names, 1):
                 self._add(name, number)
+            if self._with_here:
+                self._add_here(len(self._names) + 1)
         except BaseException:
             self._end()
             raise
@@ -84,14 +89,17 @@ class Lan:
     def cut(self, source: str, target: str, way: Way = "both ways", *, but_ports: Sequence[int] = ()) -> None:
         """From now on what one sends to the other is lost, whatever was said of the two before. `but_ports`: not what
         goes to or comes from these of TCP."""
-        there = (self.machines[source].address, self.machines[target].address)
-        for sender, receiver in {"both ways": (there, there[::-1]), "there": (there,), "back": (there[::-1],)}[way]:
-            pair = f"from {sender} to {receiver}"
+        for pair in self._pairs(source, target, way):
             self._end_rules(pair)
             for port in but_ports:
                 for end in ("sport", "dport"):
                     self._rule(f"pref {_KEPT} {pair} ipproto tcp {end} {port} lookup main")
             self._rule(f"pref {_LOST} {pair} blackhole")
+
+    def mend(self, source: str, target: str) -> None:
+        """Nothing between the two is lost any more."""
+        for pair in self._pairs(source, target, "both ways"):
+            self._end_rules(pair)
 
     def heal(self) -> None:
         """Nothing is lost any more."""
@@ -99,27 +107,44 @@ class Lan:
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
+    def _pairs(self, source: str, target: str, way: Way) -> list[str]:
+        """Whose packets those are, as rules say it."""
+        ends = (self.machines[source].address, self.machines[target].address)
+        there, back = (f"from {sender} to {receiver}" for sender, receiver in (ends, ends[::-1]))
+        return {"both ways": [there, back], "there": [there], "back": [back]}[way]
+
     def _add(self, name: str, number: int) -> None:
         process = self._hold()
-        router, host = (f"fd77:{number}::{end}" if self._version == 6 else f"10.77.{number}.{end}" for end in (1, 2))
-        length, at_once = (64, " nodad") if self._version == 6 else (24, "")
-        self._ip(self._router, f"link add to{number} type veth peer name net0 netns {process}")
-        for where, device, address in ((self._router, f"to{number}", router), (process, "net0", host)):
-            self._ip(where, f"addr add {address}/{length} dev {device}{at_once}")
-            self._ip(where, f"link set {device} up")
+        router = self._join(name, number, process, "net0")
         self._ip(process, "link set lo up")
         self._ip(process, f"route add default via {router}")
+
+    def _add_here(self, number: int) -> None:
+        """The device goes with the router's end of it."""
+        router = self._join(HERE, number, os.getpid(), "lan0")
+        self._ip(os.getpid(), f"route add {'fd77::/16' if self._version == 6 else '10.77.0.0/16'} via {router}")
+
+    def _join(self, name: str, number: int, process: int, device: str) -> str:
+        """Connect the machine that this process is in to the router; the router's address there."""
+        router, host = (f"fd77:{number}::{end}" if self._version == 6 else f"10.77.{number}.{end}" for end in (1, 2))
+        length, at_once = (64, " nodad") if self._version == 6 else (24, "")
+        self._ip(self._router, f"link add to{number} type veth peer name {device} netns {process}")
+        for where, end, address in ((self._router, f"to{number}", router), (process, device, host)):
+            self._ip(where, f"addr add {address}/{length} dev {end}{at_once}")
+            self._ip(where, f"link set {end} up")
         self.machines[name] = Machine(name, host, process)
+        return router
 
     def _hold(self) -> int:
-        """A process in namespaces of its own, for as long as this lasts."""
-        command = f"mount -t sysfs none /sys && echo && exec sleep {_LASTS_SECONDS}"
+        """A process in namespaces of its own, for as long as this lasts: it reads a pipe that ends with this program,
+        however that ends."""
+        command = "mount -t sysfs none /sys && echo && exec cat"
         try:
             holder = subprocess.Popen(
                 ["unshare", "--net", "--mount", "--propagation", "private", "sh", "-c", command],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
             )
         except FileNotFoundError as error:
             raise NoNetworks(f"the command {error.filename} is missing") from None
@@ -158,6 +183,6 @@ class Lan:
             holder.kill()
         for holder in self._holders:
             holder.wait()
-            for pipe in (holder.stdout, holder.stderr):
+            for pipe in (holder.stdin, holder.stdout, holder.stderr):
                 assert pipe is not None
                 pipe.close()

@@ -32,6 +32,7 @@ from tests.chaos.remains import (
     sockets_of_reconnections,
 )
 from tests.chaos.report import Report, render
+from tests.e2e.engines import LOOPBACK
 
 PATIENCE_SECONDS = 10.0
 
@@ -59,7 +60,7 @@ def test_five_minutes_have_every_kind(seed: int) -> None:
 
 @pytest.fixture
 def thread() -> Iterator[ProxyThread]:
-    with ProxyThread() as running:
+    with ProxyThread(LOOPBACK) as running:
         yield running
 
 
@@ -94,7 +95,7 @@ def connected(proxy: Proxy) -> socket.socket:
 
 def test_a_proxy_passes_holds_back_resets_and_refuses(thread: ProxyThread) -> None:
     with echo() as port:
-        proxy = thread.proxy(port, names_control=False)
+        proxy = thread.proxy((LOOPBACK, port), names_control=False)
         with connected(proxy) as client:
             client.sendall(b"one")
             assert client.recv(10) == b"one"
@@ -125,7 +126,7 @@ def test_a_proxy_passes_holds_back_resets_and_refuses(thread: ProxyThread) -> No
 def test_a_proxy_of_nobody_resets(thread: ProxyThread) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        proxy = thread.proxy(free.getsockname()[1], names_control=False)
+        proxy = thread.proxy(free.getsockname(), names_control=False)
         with pytest.raises(ConnectionResetError), connected(proxy) as client:
             client.recv(10)
 
@@ -137,10 +138,11 @@ def test_the_proxy_of_a_side_channel_stands_before_the_control_socket_too(thread
     try:
         side, control = context.socket(zmq.ROUTER), context.socket(zmq.ROUTER)
         ports = [each.bind_to_random_port("tcp://127.0.0.1") for each in (side, control)]
-        proxy = thread.proxy(ports[0], names_control=True)
+        proxy = thread.proxy((LOOPBACK, ports[0]), names_control=True)
         asker = context.socket(zmq.REQ)
         asker.connect(f"tcp://127.0.0.1:{proxy.port}")
-        payload = {"agent_metadata_bytes": filler, "actor": {"life": "x", "control_port": ports[1]}}
+        actor = {"life": "x", "control_host": "10.0.0.1", "control_port": ports[1]}
+        payload = {"agent_metadata_bytes": filler, "actor": actor}
         for said in (payload, {"error": "none"}, [1, 2]):
             asker.send(b"get")
             sender, empty, _ = side.recv_multipart()
@@ -149,7 +151,7 @@ def test_the_proxy_of_a_side_channel_stands_before_the_control_socket_too(thread
             assert clock == b"clock"
             if said is payload:
                 assert proxy.control is not None
-                moved = {"life": "x", "control_port": proxy.control.port}
+                moved = {"life": "x", "control_host": LOOPBACK, "control_port": proxy.control.port}
                 assert msgspec.msgpack.decode(heard) == payload | {"actor": moved}
             else:
                 assert msgspec.msgpack.decode(heard) == said
