@@ -67,6 +67,8 @@ def require_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
     """Raise UnsupportedCache for an engine that cannot be served, whatever its tensors will look like."""
     require_supported_parallelism(vllm_config)
     require_saves(vllm_config)
+    if not kv_cache_config.kv_cache_groups:
+        raise UnsupportedCache("a model", "without a KV cache", "models that have one; leave --kv-transfer-config out")
     for group in kv_cache_config.kv_cache_groups:
         if group.host_resident or not group.enable_kv_transfer:
             where = "in memory of the host" if group.host_resident else "on the device only, as a copy"

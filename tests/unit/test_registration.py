@@ -381,6 +381,13 @@ def test_refuses_the_groups_of_hisparse(config: VllmConfig, field: str, value: b
         require_supported(config, caches)
 
 
+def test_refuses_a_model_without_a_cache(config: VllmConfig) -> None:
+    """As encoders are, whose engines pool."""
+    caches = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])
+    with pytest.raises(UnsupportedCache, match=r"a model without a KV cache; .*leave --kv-transfer-config out"):
+        require_supported(config, caches)
+
+
 def _staged(config: VllmConfig, caches: KVCacheConfig, tensors: dict[str, torch.Tensor]) -> Registration:
     return derive_registration(config, caches, make_host_buffers(caches, tensors, advertised_layout_name(config)))
 
