@@ -216,10 +216,17 @@ def of_process(name: str, values: str) -> dict[str, str]:
     return {"series": f'{name}{{instance="d", job="vllm"}}', "values": values}
 
 
-def samples_of(name: str, bound: str, labels: str = "") -> list[dict[str, str]]:
+def samples_of(name: str, bound: str, labels: str = "", values: str = growing(60)) -> list[dict[str, str]]:
     """A histogram of D in which everything lies below `bound`, its largest one but +Inf."""
     with_labels = labels and f"{labels}, "
-    return [on_d(f"{name}_bucket", growing(60), f'{with_labels}le="{each}"') for each in (bound, "+Inf")]
+    buckets = [on_d(f"{name}_bucket", values, f'{with_labels}le="{each}"') for each in (bound, "+Inf")]
+    return [*buckets, on_d(f"{name}_count", values, labels)]
+
+
+TWO_OF_A_NIGHT = "0x17 1x2 2x9"
+FOR_THREE_MINUTES = "0x17 60+60x2 180x9"
+BESIDE_OTHERS = "0+60x17 1140+120x2 1440+60x8"
+"""One a second, and for three minutes another one: a window of ten minutes shows these for longer than that."""
 
 
 WITHOUT_WORK = [
@@ -406,6 +413,11 @@ CASES: dict[str, tuple[list[list[dict[str, str]]], list[list[dict[str, str]]]]] 
         [
             samples_of("nixl_actor_kv_wait_seconds", "1.0", 'outcome="loaded"'),
             samples_of("nixl_actor_kv_wait_seconds", "5.0", 'outcome="failed"'),
+            samples_of("nixl_actor_kv_wait_seconds", "5.0", 'outcome="loaded"', TWO_OF_A_NIGHT),
+            [
+                on_d("nixl_actor_kv_wait_seconds_bucket", growing(60), 'outcome="loaded", le="1.0"'),
+                *samples_of("nixl_actor_kv_wait_seconds", "5.0", 'outcome="loaded"', BESIDE_OTHERS),
+            ],
         ],
     ),
     "NixlActorSilentLocalPrefill": (
@@ -415,6 +427,8 @@ CASES: dict[str, tuple[list[list[dict[str, str]]], list[list[dict[str, str]]]]] 
             [computed_here(5), *loads(100, ranks=8)],
             # A probe, and what somebody tries by hand.
             [computed_here(0.5), *loads(0)],
+            # The only prefill engine was restarted.
+            [on_d("nixl_actor_local_prefills_total", FOR_THREE_MINUTES, 'reason="absent"'), *loads(20)],
         ],
     ),
     "NixlActorBlocksQuarantined": (
@@ -451,7 +465,15 @@ CASES: dict[str, tuple[list[list[dict[str, str]]], list[list[dict[str, str]]]]] 
     ),
     "NixlActorLeaseMarginLow": (
         [samples_of("nixl_actor_lease_margin_seconds", "1.0")],
-        [[*samples_of("nixl_actor_lease_margin_seconds", "20.0"), NONE_BELOW_15]],
+        [
+            [*samples_of("nixl_actor_lease_margin_seconds", "20.0"), NONE_BELOW_15],
+            samples_of("nixl_actor_lease_margin_seconds", "1.0", values=TWO_OF_A_NIGHT),
+            [
+                on_d("nixl_actor_lease_margin_seconds_bucket", FOR_THREE_MINUTES, 'le="1.0"'),
+                on_d("nixl_actor_lease_margin_seconds_bucket", FOR_THREE_MINUTES, 'le="15.0"'),
+                *samples_of("nixl_actor_lease_margin_seconds", "20.0", values=BESIDE_OTHERS),
+            ],
+        ],
     ),
     "NixlActorLeasesPinned": (
         [[on_p("nixl_actor_oldest_lease_seconds", "0x10 0+60x19"), *leases(100, 0)]],
