@@ -223,6 +223,7 @@ def samples_of(name: str, bound: str, labels: str = "", values: str = growing(60
     return [*buckets, on_d(f"{name}_count", values, labels)]
 
 
+BEFORE_THE_FIRST_SCRAPE = "_x25 1x5"
 TWO_OF_A_NIGHT = "0x17 1x2 2x9"
 FOR_THREE_MINUTES = "0x17 60+60x2 180x9"
 BESIDE_OTHERS = "0+60x17 1140+120x2 1440+60x8"
@@ -355,20 +356,37 @@ CASES: dict[str, tuple[list[list[dict[str, str]]], list[list[dict[str, str]]]]] 
         ],
     ),
     "NixlActorCorruptKv": (
-        [[on_d("nixl_actor_failed_receives_total", "0x25 1x5", 'reason="Corrupt"'), LOADED]],
+        [
+            [on_d("nixl_actor_failed_receives_total", "0x25 1x5", 'reason="Corrupt"'), LOADED],
+            [on_d("nixl_actor_failed_receives_total", BEFORE_THE_FIRST_SCRAPE, 'reason="Corrupt"'), LOADED],
+        ],
         [[failing(9, "TransferError"), LOADED]],
     ),
     "NixlActorParamsForged": (
-        [[on_d("nixl_actor_failed_receives_total", "0x25 1x5", 'reason="ParamsForged"'), LOADED]],
+        [
+            [on_d("nixl_actor_failed_receives_total", "0x25 1x5", 'reason="ParamsForged"'), LOADED],
+            [on_d("nixl_actor_failed_receives_total", BEFORE_THE_FIRST_SCRAPE, 'reason="ParamsForged"'), LOADED],
+        ],
         [[failing(9, "BadParams"), LOADED]],
     ),
     "NixlActorCrashes": (
-        [[on_d("nixl_actor_failed_receives_total", "0x25 1x5", 'reason="ActorCrashed"'), LOADED]],
+        [
+            [on_d("nixl_actor_failed_receives_total", "0x25 1x5", 'reason="ActorCrashed"'), LOADED],
+            [on_d("nixl_actor_failed_receives_total", BEFORE_THE_FIRST_SCRAPE, 'reason="ActorCrashed"'), LOADED],
+        ],
         [[failing(9, "ConnectorStopped"), LOADED]],
     ),
     "NixlActorInternalErrors": (
-        [[on_p("nixl_actor_crashes_total", "0x25 1x5")], [on_d("nixl_actor_crashes_total", growing(1))]],
-        [[on_p("nixl_actor_crashes_total", flat(7))]],
+        [
+            [on_p("nixl_actor_crashes_total", "0x25 1x5")],
+            [on_d("nixl_actor_crashes_total", growing(1))],
+            [on_p("nixl_actor_crashes_total", BEFORE_THE_FIRST_SCRAPE)],
+        ],
+        [
+            [on_p("nixl_actor_crashes_total", flat(7))],
+            # It could not be scraped for a while.
+            [on_p("nixl_actor_crashes_total", "7x10 _x10 7x9")],
+        ],
     ),
     # One request or lease is enough, whatever becomes of all others.
     "NixlActorRequestsStuck": (
@@ -400,7 +418,10 @@ CASES: dict[str, tuple[list[list[dict[str, str]]], list[list[dict[str, str]]]]] 
         [[on_d("nixl_actor_failed_handshakes_total", "0x20 2x10")]],
     ),
     "NixlActorIncompatiblePeer": (
-        [[entered("0x25 1x5", "peer", "incompatible", "Incompatible")]],
+        [
+            [entered("0x25 1x5", "peer", "incompatible", "Incompatible")],
+            [entered(BEFORE_THE_FIRST_SCRAPE, "peer", "incompatible", "Incompatible")],
+        ],
         # A request may be wrong about an engine's sizes, of which the handshake tells.
         [[entered(growing(9), "peer", "ready", "none")], [entered(growing(9), "peer", "incompatible", "BadParams")]],
     ),
@@ -436,7 +457,11 @@ CASES: dict[str, tuple[list[list[dict[str, str]]], list[list[dict[str, str]]]]] 
         [[on_d("nixl_actor_quarantined_blocks", "0x25 4x5")], [on_d("nixl_actor_quarantined_blocks", "4x25 0x5")]],
     ),
     "NixlActorQuarantineFull": (
-        [[failing(1, "QuarantineFull")], [failing(1, "QuarantineFull"), LOADED]],
+        [
+            [failing(1, "QuarantineFull")],
+            [failing(1, "QuarantineFull"), LOADED],
+            [on_d("nixl_actor_failed_receives_total", BEFORE_THE_FIRST_SCRAPE, 'reason="QuarantineFull"')],
+        ],
         [[failing(9, "Quarantined"), LOADED]],
     ),
     "NixlActorLeasesExpire": (
@@ -460,7 +485,10 @@ CASES: dict[str, tuple[list[list[dict[str, str]]], list[list[dict[str, str]]]]] 
         ],
     ),
     "NixlActorLateReaders": (
-        [[on_p("nixl_num_notifications_after_expiry_total", "0x25 1x5")]],
+        [
+            [on_p("nixl_num_notifications_after_expiry_total", "0x25 1x5")],
+            [on_p("nixl_num_notifications_after_expiry_total", BEFORE_THE_FIRST_SCRAPE)],
+        ],
         [[on_p("nixl_num_notifications_after_expiry_total", flat(7))]],
     ),
     "NixlActorLeaseMarginLow": (
