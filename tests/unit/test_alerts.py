@@ -266,13 +266,20 @@ def leases(granted_per_minute: float, expired_per_minute: float, ranks: int = 1)
     ]
 
 
+def in_hand(side: Callable[[str, str, str], dict[str, str]], leases: str, requests: str) -> list[dict[str, str]]:
+    return [
+        side("nixl_actor_leases", leases, 'state="held"'),
+        side("nixl_actor_requests", requests, 'state="reading"'),
+    ]
+
+
 def computed_here(per_minute: float) -> dict[str, str]:
     return on_d("nixl_actor_local_prefills_total", growing(per_minute), 'reason="absent"')
 
 
-def one_lease_expires(ranks: int) -> list[dict[str, str]]:
+def few_leases_expire(count: int, ranks: int) -> list[dict[str, str]]:
     """Of one that is lent each minute."""
-    return [*leases(1, 0, ranks)[:3], entered(f"0x25 {ranks}x5", "lease", "expired", "none", on_p)]
+    return [*leases(1, 0, ranks)[:3], entered(f"0x25 {count * ranks}x5", "lease", "expired", "none", on_p)]
 
 
 NONE_BELOW_15 = on_d("nixl_actor_lease_margin_seconds_bucket", flat(0), 'le="15.0"')
@@ -353,6 +360,26 @@ CASES: dict[str, tuple[list[list[dict[str, str]]], list[list[dict[str, str]]]]] 
             [on_d("nixl_actor_nixl_lag_seconds", flat(3))],
             [on_d("nixl_actor_nixl_lag_seconds", "0x15 60 0x14")],
             [on_d("nixl_actor_nixl_lag_seconds", "0x15 60x15"), *WITHOUT_WORK],
+        ],
+    ),
+    "NixlActorEngineHangs": (
+        [
+            in_hand(on_p, "0x10 3x19", "0x29"),
+            in_hand(on_d, "0x29", "0x10 1x19"),
+            # One that had been held for a while.
+            [*in_hand(on_p, flat(2), "0x29"), on_p("nixl_actor_oldest_lease_seconds", "0x10 20x19")],
+        ],
+        [
+            in_hand(on_p, flat(0), flat(0)),
+            # A moment of each scrape, while they come and go.
+            [*in_hand(on_p, flat(3), "0x29"), on_p("nixl_actor_granted_leases_total", growing(60))],
+            [*in_hand(on_d, "0x29", flat(2)), on_d("nixl_actor_wake_up_seconds_count", growing(60))],
+            # Nothing else goes on, and they wait.
+            [*in_hand(on_p, flat(1), "0x29"), on_p("nixl_actor_oldest_lease_seconds", growing(60))],
+            [*in_hand(on_d, "0x29", flat(1)), on_d("nixl_actor_oldest_queued_seconds", growing(60))],
+            [*in_hand(on_d, "0x29", flat(1)), on_d("nixl_actor_oldest_request_seconds", growing(60))],
+            # It was stopped for a minute.
+            [*in_hand(on_p, flat(3), "0x29"), on_p("nixl_actor_granted_leases_total", "0+60x26 1560x1 1620+60x1")],
         ],
     ),
     "NixlActorCorruptKv": (
@@ -472,8 +499,8 @@ CASES: dict[str, tuple[list[list[dict[str, str]]], list[list[dict[str, str]]]]] 
             # A decode engine whose answers are lent back, and whose conversations do not go on.
             [*leases(100, 0), entered(growing(50), "lease", "expired", "lent_back", on_d)],
             [*leases(100, 0), entered(growing(50), "lease", "expired", "lent_back", on_p)],
-            one_lease_expires(ranks=1),
-            one_lease_expires(ranks=8),
+            few_leases_expire(1, ranks=1),
+            few_leases_expire(1, ranks=8),
         ],
     ),
     "NixlActorPoolLent": (
