@@ -372,14 +372,16 @@ CASES: dict[str, tuple[list[list[dict[str, str]]], list[list[dict[str, str]]]]] 
         [
             in_hand(on_p, flat(0), flat(0)),
             # A moment of each scrape, while they come and go.
-            [*in_hand(on_p, flat(3), "0x29"), on_p("nixl_actor_granted_leases_total", growing(60))],
+            [*in_hand(on_p, flat(3), "0x29"), on_p("nixl_actor_wake_up_seconds_count", growing(60))],
             [*in_hand(on_d, "0x29", flat(2)), on_d("nixl_actor_wake_up_seconds_count", growing(60))],
             # Nothing else goes on, and they wait.
             [*in_hand(on_p, flat(1), "0x29"), on_p("nixl_actor_oldest_lease_seconds", growing(60))],
             [*in_hand(on_d, "0x29", flat(1)), on_d("nixl_actor_oldest_queued_seconds", growing(60))],
             [*in_hand(on_d, "0x29", flat(1)), on_d("nixl_actor_oldest_request_seconds", growing(60))],
+            # A prompt of very many tokens.
+            [*in_hand(on_p, flat(0), "0x29"), on_p("nixl_actor_leases", flat(1), 'state="computing"')],
             # It was stopped for a minute.
-            [*in_hand(on_p, flat(3), "0x29"), on_p("nixl_actor_granted_leases_total", "0+60x26 1560x1 1620+60x1")],
+            [*in_hand(on_p, flat(3), "0x29"), on_p("nixl_actor_wake_up_seconds_count", "0+60x26 1560x1 1620+60x1")],
         ],
     ),
     "NixlActorCorruptKv": (
