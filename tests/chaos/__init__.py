@@ -15,8 +15,8 @@ What is done to them
     engine id; the network loses, without a word, all that a prefill engine sends or gets, or its READs alone; strangers
     send garbage and keep connections half open on side channels and control sockets; proxies between the engines delay,
     hold back, refuse and reset. The clients of the load (`load`) leave, send parameters twice, to both engines, too
-    late, malformed or not at all. The plan is printed and can be replayed; when each thing happens relative to a request
-    cannot.
+    late, malformed or not at all. The plan is printed and can be replayed; when each thing happens relative to a
+    request cannot.
 
 What is promised, and judged at the end (`report`)
     No wrong answer. Every call ends. No decode engine restarts. With `recompute` no client sees an error but those that

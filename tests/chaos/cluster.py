@@ -25,11 +25,14 @@ from tests.chaos.plan import DECODE, LEASE_SECONDS, PREFILL, Kind
 from tests.chaos.proxy import Proxy, ProxyThread
 from tests.e2e.cluster import BUILTIN_CONFIG, CHUNK_TOKENS, small_options
 from tests.e2e.engines import LOOPBACK, OVER_TCP, Engine, EngineSet
-from tests.rig.lan import HERE, Lan, NoNetworks, Way
+from tests.e2e.serve import start_parent
+from tests.rig.lan import Lan, NoNetworks, Way
 
 ConnectorName = Literal["ours", "builtin"]
 T = TypeVar("T")
 
+CLIENTS = "clients"
+"""Their machine."""
 PREFILL_BLOCKS = 400
 DECODE_BLOCKS = 160
 """Of 32 tokens: the load of one engine has its place, and freed blocks are soon used again."""
@@ -117,9 +120,12 @@ class ChaosCluster:
     def __enter__(self) -> ChaosCluster:
         with contextlib.ExitStack() as stack:
             try:
-                self._lan = stack.enter_context(Lan(*PREFILL, *DECODE, with_here=True))
+                self._lan = stack.enter_context(Lan(*PREFILL, *DECODE, CLIENTS))
             except NoNetworks as reason:
                 self.no_networks = str(reason)
+            else:
+                start_parent()
+                stack.enter_context(self._lan.inside(CLIENTS))
             proxies = stack.enter_context(ProxyThread(self.host))
             engines = stack.enter_context(EngineSet())
             started = engines.start(
@@ -147,7 +153,7 @@ class ChaosCluster:
     @property
     def host(self) -> str:
         """The address of clients and proxies."""
-        return self._lan.machines[HERE].address if self._lan is not None else LOOPBACK
+        return self._lan.machines[CLIENTS].address if self._lan is not None else LOOPBACK
 
     @property
     def engines(self) -> dict[str, Engine]:
@@ -164,11 +170,11 @@ class ChaosCluster:
             for decode in DECODE:
                 self._lan.cut(name, decode, way)
             if kind is not Kind.LOSE_READS:  # all others are said through proxies
-                self._lan.cut(name, HERE, way, but_ports=[prefill.engine.options.http_port])
+                self._lan.cut(name, CLIENTS, way, but_ports=[prefill.engine.options.http_port])
             try:
                 time.sleep(seconds)
             finally:
-                for other in (*DECODE, HERE):
+                for other in (*DECODE, CLIENTS):
                     self._lan.mend(name, other)
         return True
 

@@ -18,6 +18,7 @@ import psutil
 
 from connector.tools.live import EngineReport
 from connector.wire.inspection import EngineRow, PeerRow
+from statemachine.failures import FirstReadNeverEnded
 from statemachine.peer import HandshakeSucceeded
 from statemachine.trace import TransitionRecord
 from tests.e2e.client import Client
@@ -143,11 +144,13 @@ class Life(NamedTuple):
 
 def sockets_of_reconnections(records: Iterable[TransitionRecord], life: Life, sockets_each: Mapping[str, int]) -> int:
     """Sockets that NIXL keeps in a prefill engine until the decode engines end, which removed it and connected to it
-    anew (docs/nixl.md fact 11). `sockets_each`: by engine id of a decode engine, how many a reconnection costs."""
+    anew, or tried to (docs/nixl.md fact 11). `sockets_each`: by engine id of a decode engine, how many a reconnection
+    costs."""
     connected = Counter(
         record.engine_id
         for record in records
-        if record.event == HandshakeSucceeded.__name__ and record.subject == life.engine_id
+        if record.subject == life.engine_id
+        if record.event == HandshakeSucceeded.__name__ or record.reason == FirstReadNeverEnded.__name__
         if life.since_wall <= record.wall <= life.until_wall
     )
     return sum((count - 1) * sockets_each[decode] for decode, count in connected.items())

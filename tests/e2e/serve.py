@@ -116,6 +116,11 @@ def _parent() -> _Parent:
     return _Parent()
 
 
+def start_parent() -> None:
+    """Unless it runs. It has the network of the thread that does so, and with it engines that are told no other one."""
+    _parent()
+
+
 # --- in the process that engines are forked from --------------------------------------------------------------------
 
 

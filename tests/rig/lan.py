@@ -2,19 +2,19 @@
 
 Each machine is a network namespace of the kernel, and so is the router that joins them: what goes from one to another
 is forwarded there, or dropped without a word to anybody, as by a cable that was pulled, a switch that has lost its
-power, or a firewall. A process enters a machine by `enter`. Nothing of it is visible from outside, unless the machine
-that all of this runs on is one of them, as `HERE`: then it has a device more, and only one such network can be there at
-a time.
+power, or a firewall. Nothing of it is visible from outside. A process enters a machine by `enter`, a thread for a while
+by `Lan.inside`.
 
 Needs the right to make namespaces (root has it), and the commands unshare, nsenter and ip.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal
@@ -22,7 +22,6 @@ from typing import Literal
 Version = Literal[4, 6]
 Way = Literal["both ways", "there", "back"]
 
-HERE = "here"
 _START_SECONDS = 10.0
 _CLONE_NEWNS, _CLONE_NEWNET = 0x20000, 0x40000000
 _KEPT, _LOST = 100, 200
@@ -40,11 +39,9 @@ def enter(machine: int) -> None:
     Raises:
         OSError: it may not, or there is no such machine.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
     for kind, flag in (("net", _CLONE_NEWNET), ("mnt", _CLONE_NEWNS)):
         with open(f"/proc/{machine}/ns/{kind}") as namespace:
-            if libc.setns(namespace.fileno(), flag):
-                raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}")
+            _set_namespace(namespace.fileno(), flag)
 
 
 @dataclass(frozen=True)
@@ -59,9 +56,8 @@ class Machine:
 class Lan:
     """A context manager: the machines, one for each name, and the router between them."""
 
-    def __init__(self, *names: str, version: Version = 4, with_here: bool = False) -> None:
+    def __init__(self, *names: str, version: Version = 4) -> None:
         self._names = names
-        self._with_here = with_here
         self._version = version
         self._holders: list[subprocess.Popen[bytes]] = []
         self._rules: list[str] = []
@@ -74,8 +70,6 @@ class Lan:
             self._on(self._router, f"echo 1 > /proc/sys/net/{kind}/{setting}")
             for number, name in enumerate(self._names, 1):
                 self._add(name, number)
-            if self._with_here:
-                self._add_here(len(self._names) + 1)
         except BaseException:
             self._end()
             raise
@@ -85,6 +79,16 @@ class Lan:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._end()
+
+    @contextlib.contextmanager
+    def inside(self, name: str) -> Iterator[None]:
+        """This thread uses the network of this machine meanwhile, and so do threads and processes that it starts."""
+        with open("/proc/thread-self/ns/net") as before, open(f"/proc/{self.machines[name].process}/ns/net") as there:
+            _set_namespace(there.fileno(), _CLONE_NEWNET)
+            try:
+                yield
+            finally:
+                _set_namespace(before.fileno(), _CLONE_NEWNET)
 
     def cut(self, source: str, target: str, way: Way = "both ways", *, but_ports: Sequence[int] = ()) -> None:
         """From now on what one sends to the other is lost, whatever was said of the two before. `but_ports`: not what
@@ -115,25 +119,15 @@ class Lan:
 
     def _add(self, name: str, number: int) -> None:
         process = self._hold()
-        router = self._join(name, number, process, "net0")
-        self._ip(process, "link set lo up")
-        self._ip(process, f"route add default via {router}")
-
-    def _add_here(self, number: int) -> None:
-        """The device goes with the router's end of it."""
-        router = self._join(HERE, number, os.getpid(), "lan0")
-        self._ip(os.getpid(), f"route add {'fd77::/16' if self._version == 6 else '10.77.0.0/16'} via {router}")
-
-    def _join(self, name: str, number: int, process: int, device: str) -> str:
-        """Connect the machine that this process is in to the router; the router's address there."""
         router, host = (f"fd77:{number}::{end}" if self._version == 6 else f"10.77.{number}.{end}" for end in (1, 2))
         length, at_once = (64, " nodad") if self._version == 6 else (24, "")
-        self._ip(self._router, f"link add to{number} type veth peer name {device} netns {process}")
-        for where, end, address in ((self._router, f"to{number}", router), (process, device, host)):
-            self._ip(where, f"addr add {address}/{length} dev {end}{at_once}")
-            self._ip(where, f"link set {end} up")
+        self._ip(self._router, f"link add to{number} type veth peer name net0 netns {process}")
+        for where, device, address in ((self._router, f"to{number}", router), (process, "net0", host)):
+            self._ip(where, f"addr add {address}/{length} dev {device}{at_once}")
+            self._ip(where, f"link set {device} up")
+        self._ip(process, "link set lo up")
+        self._ip(process, f"route add default via {router}")
         self.machines[name] = Machine(name, host, process)
-        return router
 
     def _hold(self) -> int:
         """A process in namespaces of its own, for as long as this lasts: it reads a pipe that ends with this program,
@@ -186,3 +180,10 @@ class Lan:
             for pipe in (holder.stdin, holder.stdout, holder.stderr):
                 assert pipe is not None
                 pipe.close()
+
+
+def _set_namespace(namespace: int, kind: int) -> None:
+    """Of this thread. `namespace`: an open file."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(namespace, kind):
+        raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}")

@@ -340,6 +340,8 @@ def test_sockets_of_connections_that_were_made_anew_are_not_the_connectors() -> 
     assert sockets_of_reconnections([*once, *before_and_after, *others], life, each) == 0
     again = [met("fail", 120.0), met("fail", 130.0), met("recompute", 140.0)]
     assert sockets_of_reconnections([*once, *again], life, each) == 2 * 1 + 1 * 2
+    tried = met("recompute", 150.0, event="HandshakeFailed", to_state="backoff", reason="FirstReadNeverEnded")
+    assert sockets_of_reconnections([*once, *again, tried], life, each) == 2 * 1 + 2 * 2
 
 
 def peer(engine_id: str) -> PeerRow:
