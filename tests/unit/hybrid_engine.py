@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from vllm.config import KVTransferConfig
+from vllm.config import KVEventsConfig, KVTransferConfig
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_utils import (
     KVCacheBlock,
@@ -107,6 +108,7 @@ class HybridEngine:
         role: vLLM's `kv_role`.
         policy: in which order vLLM's queue is served.
         drafts: tokens that a draft model proposes after a step; vLLM keeps slots for them.
+        tells_events: vLLM's KV cache events are collected in `events`.
         match_tokens: where prefixes are cached (`prefix_match_unit`); None: where vLLM would. The attribute is what
             vLLM makes of it.
     """
@@ -126,6 +128,7 @@ class HybridEngine:
         role: str = "kv_both",
         policy: str = "fcfs",
         drafts: int = 0,
+        tells_events: bool = False,
         match_tokens: int | None = None,
     ) -> None:
         config = self.config = copy.copy(scheduling_config(BLOCK_TOKENS, MAX_MODEL_TOKENS))
@@ -151,6 +154,8 @@ class HybridEngine:
             kv_load_failure_policy="recompute" if recomputes else "fail",
             kv_connector_extra_config=dict(options or {}),
         )
+        if tells_events:
+            config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
         self.cache_config = _cache_config(specs, blocks)
         block_size, self.match_tokens = resolve_kv_cache_block_sizes(self.cache_config, config)
         self.scheduler = (AsyncScheduler if overlaps else Scheduler)(
@@ -161,6 +166,8 @@ class HybridEngine:
             hash_block_size=self.match_tokens,
         )
         assert isinstance(self.scheduler.connector, NixlActorConnector)
+        self.events: list[KVCacheEvent] = []
+        self.scheduler.kv_event_publisher.publish = lambda batch: self.events.extend(batch.events)
         self.commands: list[Command] = []
         self.params: dict[str, Any] = {}
         self.finished: dict[str, str] = {}

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import pytest
+from vllm.distributed.kv_events import BlockStored
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -58,8 +59,9 @@ class Load:
         specs = FAMILIES[family]()
         prefill = HybridEngine(specs)
         prefill.prefill("a", TOKENS)
-        self.decode = HybridEngine(specs, recomputes=recomputes)
+        self.decode = HybridEngine(specs, recomputes=recomputes, tells_events=True)
         self.decode.run("warm", [*TOKENS[:CACHED], 0, 0, 0], None)
+        self.decode.events.clear()
         self.free_before = self.free_blocks
         self.ledgers = [TransferLedger(BootClock(), 30.0) for _ in range(RANKS)]
         self.aggregator = KVOutputAggregator(RANKS)
@@ -89,6 +91,12 @@ class Load:
                 quarantined=quarantined,
             )
         )
+
+    def succeed(self) -> None:
+        """All ranks have read everything."""
+        for ledger in self.ledgers:
+            ledger.record(ReceiveEnded(request_id="a", failure=None, local_block_ids=[], quarantined=False))
+        self.step()
 
     def lift(self, rank: int) -> None:
         """A rank's READs write no more."""
@@ -156,6 +164,55 @@ def test_a_failed_load_is_computed_here(family: str) -> None:
     assert load.decode.finished["a"] == "length"
     assert load.decode.computed["a"] == load.tokens_to_compute
     assert load.free_blocks == load.free_before
+
+
+def stored(engine: HybridEngine) -> set[tuple[int | None, object]]:
+    """Blocks of which routers were told since `events` was cleared: group and hash. None is told of twice."""
+    told = [event for event in engine.events if isinstance(event, BlockStored)]
+    blocks = [(event.group_idx, block) for event in told for block in event.block_hashes]
+    assert len(set(blocks)) == len(blocks)
+    return set(blocks)
+
+
+def computed_alone(family: str) -> set[tuple[int | None, object]]:
+    engine = Load(family).decode
+    engine.run("b", TOKENS, None)
+    return stored(engine)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_routers_are_told_of_blocks_when_they_are_loaded(family: str) -> None:
+    """By vLLM's KV cache events. Of states in the middle of a prompt there are none on D."""
+    load = Load(family)
+    load.step()
+    assert not load.decode.events
+    load.succeed()
+    for _ in range(3):
+        load.decode.step()
+    assert load.decode.finished["a"] == "length"
+    wanted = computed_alone(family)
+    assert wanted
+    if family == "cached states":
+        assert stored(load.decode) < wanted
+    else:
+        assert stored(load.decode) == wanted
+
+
+@pytest.mark.parametrize("quarantined", [False, True], ids=["over", "in quarantine"])
+@pytest.mark.parametrize("recomputes", [False, True], ids=["fail", "recompute"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_routers_are_told_nothing_of_blocks_that_were_not_loaded(
+    family: str, recomputes: bool, quarantined: bool
+) -> None:
+    load = Load(family, recomputes=recomputes)
+    load.fail(quarantined=quarantined)
+    for _ in range(5):
+        load.decode.step()
+    assert stored(load.decode) == (computed_alone(family) if recomputes else set())
+    if quarantined:
+        load.lift(0)
+        load.step()
+        assert stored(load.decode) == (computed_alone(family) if recomputes else set())
 
 
 @pytest.mark.parametrize("recomputes", [False, True], ids=["fail", "recompute"])
