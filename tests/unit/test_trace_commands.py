@@ -17,10 +17,12 @@ import pytest
 from typer.testing import CliRunner
 
 from connector.observe.advice import WHAT_TO_DO
-from connector.observe.clocks import lease_of_each_hold
-from connector.observe.history import histories, stories
+from connector.observe.clocks import clocks, lease_of_each_hold
+from connector.observe.history import histories, matching, stories
 from connector.observe.traced import QUEUED
 from connector.tools.cli.main import app
+from connector.tools.cli.trace import CANDIDATES_MAX
+from connector.tools.course import course
 from statemachine import lease
 from statemachine.trace import TransitionRecord
 from tests.unit.test_history import records
@@ -145,6 +147,32 @@ def test_any_of_its_ids_finds_a_request_and_another_one_finds_none(calm: Path) -
     remote = story.requests[0].remote_request_id
     assert story.requests[0].subject in run("show", remote, calm)
     assert "is called nobody-knows" in run("show", "nobody-knows", calm, status=1)
+
+
+def test_a_request_is_shown_as_from_all_records_though_few_are_decoded(
+    faulty: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = histories(faulty_run())
+    known = stories(told)
+    wanted = [each.requests[0].subject for each in known if each.requests][::25]
+    assert wanted
+    from_all = {
+        name: [course(each, clocks(known), told) for each in matching(known, name)[:CANDIDATES_MAX]] for name in wanted
+    }
+    monkeypatch.setattr("connector.tools.trace_reader.read_trace_file", lambda path: pytest.fail(f"all of {path}"))
+    for name, courses in from_all.items():
+        shown = as_json("show", name, faulty)
+        # Their order between two processes depends on how well the clocks are known.
+        assert [
+            sorted((m["engine_id"], m["rank"], m["seq"], m["event"], str(m["dwell_seconds"])) for m in one)
+            for one in shown
+        ] == [
+            sorted(
+                (m.record.engine_id, m.record.rank, m.record.seq, m.record.event, str(m.dwell_seconds))
+                for m in one.moments
+            )
+            for one in courses
+        ]
 
 
 def test_the_slowest_come_first_with_what_took_their_time(faulty: Path) -> None:

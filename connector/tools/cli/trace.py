@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 
@@ -41,6 +41,8 @@ DIGITS = 4
 """How many digits durations have here, where people compare them."""
 
 app = typer.Typer(help="What the trace files of one or several engines say.", no_args_is_help=True)
+
+Read = TypeVar("Read")
 
 Directory = Annotated[
     Path,
@@ -101,19 +103,25 @@ class _Traces:
 
 
 def _read(directory: Path) -> _Traces:
+    from connector.tools.trace_reader import read_processes
+
+    traces = _Traces(_reading(directory, lambda: read_processes(directory)))
+    if not any(process.records for process in traces.processes):
+        _fail(f"no transition is recorded in {directory}", NOTHING_FOUND)
+    return traces
+
+
+def _reading(directory: Path, read: Callable[[], Read]) -> Read:
     from connector.observe.trace_format import TraceFileError, TraceSchemaError
-    from connector.tools.trace_reader import read_processes, require_trace_files
+    from connector.tools.trace_reader import require_trace_files
 
     # Millions of objects are made that all live until the end: a collector would look at them again and again.
     gc.disable()
     try:
         require_trace_files(directory)
-        traces = _Traces(read_processes(directory))
+        return read()
     except (OSError, TraceFileError, TraceSchemaError) as error:
         _fail(str(error), CANNOT_READ)
-    if not any(process.records for process in traces.processes):
-        _fail(f"no transition is recorded in {directory}", NOTHING_FOUND)
-    return traces
 
 
 def _fail(sentence: str, status: int) -> NoReturn:
@@ -224,14 +232,18 @@ def show(
     json: AsJson = False,
 ) -> None:
     """One request on both sides in one time line, with the clocks of all processes brought together."""
-    from connector.observe.history import matching
+    from connector.observe.clocks import clocks
+    from connector.observe.history import histories, matching, stories
     from connector.tools.course import course
+    from connector.tools.trace_reader import read_trace_about
 
-    traces = _read(directory)
-    found = matching(traces.stories, request)
+    told = histories(_reading(directory, lambda: read_trace_about(directory, request)))
+    known = stories(told)
+    found = matching(known, request)
     if not found:
         _fail(f"no request in {directory} is called {request}", NOTHING_FOUND)
-    courses = [course(story, traces.clocks, traces.histories) for story in found[:CANDIDATES_MAX]]
+    at = clocks(known)
+    courses = [course(story, at, told) for story in found[:CANDIDATES_MAX]]
     if json:
         say_json([[_moment(each) for each in one.moments] for one in courses])
         return
