@@ -2,8 +2,9 @@
 
 Exit status, for scripts:
   why      0 its KV was loaded; 1 it failed, or its prompt was computed where it should have been read, or D let go of
-           its blocks unread; 2 nobody could be asked, or no trace file is there (--trace); 3 nothing is known of it;
-           4 it waits
+           its blocks unread; 2 nobody could be asked, or, with --failed, somebody could not and none of the others says
+           that it failed; or no trace file is there (--trace); 3 nothing is known of it; 4 it waits, or a rank of D
+           that may not have loaded it does not answer
   ps       0; 2 nobody could be asked
   doctor   0 no problem; 1 a problem; 2 nobody could be asked
 """
