@@ -17,8 +17,8 @@ MACHINE_OF: dict[type[Any], Machine[Any, Any]] = {
     peer.Peer: peer.MACHINE,
     lease.Lease: lease.MACHINE,
 }
-"""By the type of its values. Further machines (departure, draining, introductions) are of whole engines, and have no
-records."""
+"""By the type of its values. Further machines are of whole engines (departure, draining, introduction), or of the
+scheduler's process (load, grant), and have no records."""
 
 MACHINES: tuple[Machine[Any, Any], ...] = tuple(MACHINE_OF.values())
 
