@@ -15,7 +15,10 @@ from connector.unsupported import UnsupportedCache
 from connector.worker.memory_stays import MemoryIsRegistered
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 FACTS_TEST = ROOT / "tests" / "conformance" / "test_nixl_facts.py"
 SUITE = ROOT / "tests" / "conformance" / "nixl_suite.py"
 FACTS = (ROOT / "docs" / "nixl.md").read_text()
