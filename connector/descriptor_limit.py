@@ -1,4 +1,4 @@
-"""How many file descriptors a worker or a scheduler may have.
+"""How many file descriptors a worker, a scheduler or `nixl-actor` may have.
 
 UCX takes two for each engine that a worker is connected to over TCP, and where none is left for one that connects it
 listens no more until the process ends (docs/nixl.md fact 38). Each connection to a listener is one, and a quarter of

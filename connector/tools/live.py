@@ -15,6 +15,7 @@ each is asked at its own address.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -67,8 +68,8 @@ that is what it explains."""
 LOOKED_UP_MAX = 8
 """Ids on the other side of a request that are looked for too."""
 ENGINES_MAX = 256
-RANKS_MAX = 64
-"""How many ranks of one engine are asked."""
+WORKERS_MAX = 256
+"""How many of one engine are asked."""
 ROWS_TOTAL_MAX = 20_000
 """How many rows of one kind are taken from one worker."""
 
@@ -445,7 +446,8 @@ class Surveyor:
     ) -> list[RankReport]:
         actor = first.actor
         sizes = (actor.pp_size, actor.tp_size) if actor is not None else (1, 1)
-        wanted = [(stage, rank) for stage in range(sizes[0]) for rank in range(sizes[1])][:RANKS_MAX]
+        ranks = itertools.product(range(sizes[0]), range(sizes[1]))
+        wanted = list(itertools.islice(ranks, WORKERS_MAX))
         reports: dict[tuple[int, int], RankReport] = {}
 
         async def ask(rank: tuple[int, int]) -> None:
@@ -461,7 +463,11 @@ class Surveyor:
         async with trio.open_nursery() as nursery:
             for rank in wanted:
                 nursery.start_soon(ask, rank)
-        return [reports[rank] for rank in wanted]
+        left_out = next(ranks, None)
+        if left_out is not None:
+            problem = f"not asked, and none behind it: this tool asks {WORKERS_MAX} workers of an engine"
+            reports[left_out] = RankReport(rank=left_out, problem=problem)
+        return [reports[rank] for rank in sorted(reports)]
 
     async def _ask_worker(
         self,

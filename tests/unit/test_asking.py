@@ -122,6 +122,25 @@ class Worker:
         return answer.frames(self._asked, wall=0.0, total=9, first=self._asked.first, next_row=self._asked.first + 1)
 
 
+def test_an_engine_with_more_workers_than_are_asked_is_not_shown_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("connector.tools.live.WORKERS_MAX", 5)
+    monkeypatch.setattr("connector.tools.live.advertisement", advertised)
+    said = Advertisement(compatibility_hash="h", metadata=None, actor=facts(pp_size=2, tp_size=4), error=None)
+
+    async def test() -> list[RankReport]:
+        surveyor = Surveyor(Worker(0), 1.0, 1.0)  # type: ignore[arg-type]
+        return await surveyor._ask_ranks(PLACE, said, [], trio.current_time() + 1)
+
+    reports = trio.run(test)
+    assert [each.rank for each in reports] == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]
+    assert [each.problem for each in reports[:-1]] == [None] * 5
+    assert reports[-1].problem == "not asked, and none behind it: this tool asks 5 workers of an engine"
+
+
+async def advertised(*_: Any) -> Advertisement:
+    return Advertisement(compatibility_hash="h", metadata=None, actor=facts(pp_size=2, tp_size=4), error=None)
+
+
 @pytest.mark.parametrize(("rows", "word"), [(0, "the process hangs"), (3, "has told 3 row(s), and not all")])
 def test_a_worker_that_had_no_time_for_all_of_its_answers_is_not_said_to_hang(rows: int, word: str) -> None:
     said = Advertisement(compatibility_hash="h", metadata=None, actor=facts(), error=None)

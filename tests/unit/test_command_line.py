@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -343,6 +344,17 @@ def test_ctrl_c_while_an_engine_is_silent_ends_it_quietly(command: list[str]) ->
     assert asking.returncode == 130
     drains = "interrupted; engines that were told to drain go on draining: nixl-actor ps shows which\n"
     assert said == (drains if command[0] == "drain" else "")
+
+
+def test_more_engines_are_asked_than_a_shell_allows_sockets() -> None:
+    """Its soft limit of descriptors is raised."""
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(40)]
+        places = [f"127.0.0.1:{server.getsockname()[1]}" for server in silent]
+        command = [sys.executable, "-m", "connector", "ps", "--json", *places]
+        limited = ["sh", "-c", 'ulimit -S -n 64; exec "$@"', "sh", *command]
+        done = subprocess.run(limited, capture_output=True, text=True, timeout=60, check=False)
+    assert {each["problem_kind"] for each in json.loads(done.stdout)["engines"]} == {"HandshakeTimeout"}
 
 
 @pytest.mark.parametrize("command", ["ps", "doctor"])
