@@ -78,18 +78,16 @@ class DeviceMemory:
 
 
 def use(device: torch.device) -> None:
-    """Make it the current device of this thread, as vLLM's workers do: what names no device or stream is of cuda:0."""
+    """Make it the current device of this thread, as vLLM's workers do: what names no device or stream is of cuda:0.
+
+    With a context: `set_device` makes none on the first device (pytorch/pytorch#155668), and calls of the driver fail
+    without one.
+    """
     if device.type != "cpu":
         torch.cuda.set_device(device)
+        torch.zeros(1, device=device)  # a context is made with the first use
 
 
 def make_current(device: torch.device) -> Callable[[], None] | None:
     """What the agent's thread has to do first, as in the product."""
-    if device.type == "cpu":
-        return None
-
-    def prepare() -> None:
-        use(device)
-        torch.zeros(1, device=device)  # its context is made with the first use
-
-    return prepare
+    return None if device.type == "cpu" else lambda: use(device)

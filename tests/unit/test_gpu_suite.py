@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.gpu.device_memory import use
+
 ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
@@ -33,3 +35,13 @@ def test_a_device_that_is_named_and_is_not_there_is_an_error() -> None:
     ended = run("--device", "cuda:1")
     assert ended.returncode == pytest.ExitCode.USAGE_ERROR
     assert "--device cuda:1: " in ended.stderr
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cuda:0", ["current", "used"]), ("cpu", [])])
+def test_what_is_tested_has_a_context(monkeypatch: pytest.MonkeyPatch, device: str, expected: list[str]) -> None:
+    """Also before a tensor is made, which makes it: the first tests call CUDA's driver."""
+    made: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: made.append("current"))
+    monkeypatch.setattr(torch, "zeros", lambda _, *, device: made.append("used"))
+    use(torch.device(device))
+    assert made == expected
