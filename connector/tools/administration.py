@@ -94,23 +94,37 @@ def drain(
 def meet(
     address: Address, places: Sequence[str], *, timeout_seconds: float, access: Access = ANYBODY
 ) -> dict[tuple[int, int], MeetReport]:
-    """Have every rank of a decode engine connect the engines at these places; what each rank said last, by pipeline
-    and tensor rank. `timeout_seconds`: of the wait, and of each question before it. Raises AdministrationError."""
+    """Have every rank of a decode engine connect the engines at these places, all at once; what each rank said last, by
+    pipeline and tensor rank. `timeout_seconds`: of the wait, and of each question before it. Raises
+    AdministrationError, of the first rank that could not be asked."""
     seconds = min(ASK_SECONDS, timeout_seconds)
+    reports: dict[tuple[int, int], MeetReport] = {}
+    failures: list[AdministrationError] = []
 
-    async def run() -> dict[tuple[int, int], MeetReport]:
+    async def meet_on(
+        side_channel: SideChannel, rank: tuple[int, int], deadline: float, all_ranks: trio.CancelScope
+    ) -> None:
+        try:
+            reports[rank] = await _meet_on(side_channel, address, rank, places, seconds, deadline)
+        except AdministrationError as error:
+            failures.append(error)
+            all_ranks.cancel()
+
+    async def run() -> None:
         side_channel = ZmqSideChannel(access)
         try:
             actor = await require_administration(side_channel, address, seconds)
-            reports: dict[tuple[int, int], MeetReport] = {}
             deadline = trio.current_time() + timeout_seconds
-            for rank in itertools.product(range(actor.pp_size), range(actor.tp_size)):
-                reports[rank] = await _meet_on(side_channel, address, rank, places, seconds, deadline)
-            return reports
+            async with trio.open_nursery() as nursery:
+                for rank in itertools.product(range(actor.pp_size), range(actor.tp_size)):
+                    nursery.start_soon(meet_on, side_channel, rank, deadline, nursery.cancel_scope)
         finally:
             side_channel.close()
 
-    return trio.run(run)
+    trio.run(run)
+    if failures:
+        raise failures[0]
+    return dict(sorted(reports.items()))
 
 
 async def require_administration(

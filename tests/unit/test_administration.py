@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import NoReturn
 
+import msgspec
 import pytest
 import trio
 from typer.testing import CliRunner
@@ -18,7 +19,8 @@ from connector.tools import administration
 from connector.tools.asking import Address
 from connector.tools.cli.main import app
 from connector.tools.live import Question, survey
-from connector.wire.handshake import encode_payload, encode_reply
+from connector.wire.administration import MeetReport, PlaceRow
+from connector.wire.handshake import encode_payload, encode_reply, parse_request
 from connector.wire.metadata import encode_agent_metadata
 from statemachine.granting import LentCounts
 from tests.rig.facts import facts
@@ -71,6 +73,49 @@ def test_a_name_server_that_hangs_keeps_nobody_from_an_answer(monkeypatch: pytes
     assert time.monotonic() - begun < administration.ASK_SECONDS - 1
     assert answer.exit_code == 2
     assert answer.output == "PP 0 TP 0 of the engine at 127.0.0.1:1 did not answer at 10.0.0.1:40000 within 0.2 s\n"
+
+
+class Ranks:
+    """A side channel of an engine of two ranks. One meets a place for ever unless the other one is asked, too."""
+
+    def __init__(self) -> None:
+        self._asked: set[int] = set()
+
+    async def ask(self, frames: Sequence[bytes]) -> tuple[bytes, ...]:
+        rank = parse_request(frames).tp_rank
+        said = facts(tp_size=2, tp_rank=rank, control_port=40_000 + rank)
+        return encode_reply(encode_payload("hash", encode_agent_metadata(METADATA), said), 5.0)
+
+    def connect(self, host: str, port: int) -> Ranks:
+        return self
+
+    async def open_link(self, host: str, port: int, server_key: str | None = None) -> RankLink:
+        return RankLink(port - 40_000, self._asked)
+
+    def close(self) -> None:
+        pass
+
+
+class RankLink:
+    def __init__(self, rank: int, asked: set[int]) -> None:
+        self._rank, self._asked = rank, asked
+
+    def send(self, frames: Sequence[bytes]) -> None:
+        self._asked.add(self._rank)
+
+    async def receive(self) -> Sequence[bytes]:
+        state = "met" if len(self._asked) == 2 else "meeting"
+        row = PlaceRow(place="127.0.0.1:2", state=state, engine_id="p", problem="")
+        return (msgspec.msgpack.encode(MeetReport(rows=(row,))),)
+
+    def close(self) -> None:
+        pass
+
+
+def test_no_rank_waits_until_another_one_has_met_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(administration, "ZmqSideChannel", lambda access: Ranks())
+    reports = administration.meet(Address("127.0.0.1", 1), ["127.0.0.1:2"], timeout_seconds=30.0)
+    assert {rank: report.rows[0].state for rank, report in reports.items()} == {(0, 0): "met", (0, 1): "met"}
 
 
 @contextmanager
