@@ -239,19 +239,21 @@ def read_trace_about(directory: str | Path, text: str) -> list[TransitionRecord]
     Lines are chosen by their bytes and only these are decoded, so a damaged line is found only where it is one of them,
     the first of its file, or does not begin and end as lines do.
     """
-    found = _read_with(directory, [_as_written(text)])
+    sought = [_as_written(text), _OF_A_PEER]
+    processes = _read_with(directory, sought)
     names = {
         name
-        for process in found
+        for process in processes
         for record in process.records
         for name in (record.subject if record.machine in ("request", "lease") else None, record.remote_request_id)
         if name is not None and (text in record.subject or text in (record.remote_request_id or ""))
     }
-    # What contains the text has been found by it: this looks for the ids that do not.
-    sought = [_as_written(text), *map(_as_written, sorted(name for name in names if text not in name))]
-    if len(sought) > NAMES_SOUGHT_MAX:
+    # What contains the text has been found by it. Ids that do not are those of the other side.
+    others = [name for name in names if text not in name]
+    if len(others) >= NAMES_SOUGHT_MAX:
         return read_trace(directory)
-    processes = _read_with(directory, [*sought, _OF_A_PEER])
+    if others:
+        processes = _read_with(directory, [*sought, *map(_as_written, sorted(others))])
     _warn_of_gaps(processes, directory)
     return merged(processes)
 
