@@ -370,6 +370,27 @@ class TestZmqSideChannel(SideChannelSuite):
 
         self.run(scenario)
 
+    def test_a_listener_that_closes_while_somebody_looks_at_it_is_nobody_else(self) -> None:
+        """It resets whoever has just come, and refuses the next."""
+        server = socket.create_server((HOST, 0))
+
+        def close() -> None:
+            server.accept()[0].close()  # who asks
+            looks, _ = server.accept()
+            server.close()
+            looks.close()
+
+        async def scenario(channel: SideChannel) -> None:
+            with trio.fail_after(SOON_SECONDS), pytest.raises(PortRefused):
+                await channel.connect(HOST, server.getsockname()[1]).ask([b"get"])
+
+        thread = threading.Thread(target=close)
+        thread.start()
+        try:
+            self.run(scenario)
+        finally:
+            thread.join()
+
     def test_how_far_a_question_came_when_nobody_speaks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A process that is stopped: the kernel accepts the connection, and the other one that looks who it is."""
         greeting_seconds = 2.0  # so that a pause of this process does not end the look before it has said its line

@@ -211,11 +211,15 @@ class ZmqRequester:
         said = b""
         try:
             with trio.move_on_after(GREETING_SECONDS):
-                async with await trio.open_tcp_stream(address, self._port) as stream:
-                    with contextlib.suppress(trio.BrokenResourceError):
-                        await stream.send_all(OWN_GREETING)
-                        while len(said) < GREETING_BYTES and (more := await stream.receive_some(GREETING_BYTES)):
-                            said += more
+                # Who stops listening resets whoever has just come, and refuses the next: so a second time.
+                for _ in range(2):
+                    async with await trio.open_tcp_stream(address, self._port) as stream:
+                        with contextlib.suppress(trio.BrokenResourceError):
+                            await stream.send_all(OWN_GREETING)
+                            while len(said) < GREETING_BYTES and (more := await stream.receive_some(GREETING_BYTES)):
+                                said += more
+                    if said:
+                        break
         except OSError as error:
             raise PortRefused(self._host, self._port, REFUSED) from error
         if not said.startswith(GREETING_FIRST_BYTE):
