@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from connector.tools.cli.live import BAD, SERVED, UNASKED, KeyDirectory, access_of
+from connector.tools.cli.live import BAD, SERVED, UNASKED, KeyDirectory, ready_to_ask
 from connector.tools.cli.output import say
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def drain(
         shown[address] = report
 
     try:
-        addresses, access = list(dict.fromkeys(map(parse_address, engines))), access_of(keys)
+        addresses, access = list(dict.fromkeys(map(parse_address, engines))), ready_to_ask(keys)
     except AddressError as error:
         raise typer.BadParameter(str(error)) from None
     codes = {SERVED}
@@ -113,7 +113,7 @@ def meet(
         raise typer.BadParameter(f"at most {MEET_PLACES_MAX} prefill engines at a time")
     try:
         places = [str(parse_address(each)) for each in prefills]
-        reports = meet_engines(parse_address(engine), places, timeout_seconds=timeout, access=access_of(keys))
+        reports = meet_engines(parse_address(engine), places, timeout_seconds=timeout, access=ready_to_ask(keys))
     except AddressError as error:
         raise typer.BadParameter(str(error)) from None
     except AdministrationError as error:

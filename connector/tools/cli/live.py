@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from connector.tools.cli.output import say, say_json, wall_clock
+from connector.tools.cli.trace import records_about
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
@@ -88,7 +89,7 @@ def why(
     if trace is not None:
         from connector.tools.course import brought_together
 
-        records, shifts = brought_together(_records_about(request, trace))
+        records, shifts = brought_together(records_about(request, trace))
         live = Live(shifts=shifts)
         looked_at = [str(trace)]
     else:
@@ -106,7 +107,7 @@ def why(
             addresses,
             seconds=timeout,
             followed_seconds=_followed_seconds(timeout),
-            access=access_of(keys),
+            access=ready_to_ask(keys),
         )
         records, live = live_of(found.rows(), found.silent(), found.leaving())
         looked_at = [f"{each.engine_id} at {each.address}" for each in found.engines if each.answers]
@@ -173,7 +174,7 @@ def ps(
     json: AsJson = False,
 ) -> None:
     """What lives now: peers, requests, leases and who holds them, READs, quarantined blocks."""
-    addresses, access = _addresses(engines, engine), access_of(keys)
+    addresses, access = _addresses(engines, engine), ready_to_ask(keys)
     from rich.console import Console, Group
 
     from connector.tools.cli.tables import tables
@@ -237,7 +238,7 @@ def doctor(
     from connector.wire.inspection import WHATS
 
     questions = [Question(what=what, rows_max=RECORDS_ASKED) for what in WHATS]
-    named, access = _addresses(engines, engine), access_of(keys)
+    named, access = _addresses(engines, engine), ready_to_ask(keys)
     found = survey(named, questions, seconds=timeout, followed_seconds=timeout, access=access)
     found, looked_for = _with_readers_of_expired(found, timeout, access)
     findings = diagnose(found, named, opened_for(found.engines), looked_for)
@@ -273,10 +274,13 @@ def _addresses(*named: list[str] | None) -> list[Address]:
         raise typer.BadParameter(str(error)) from None
 
 
-def access_of(directory: str | None) -> Access:
+def ready_to_ask(directory: str | None) -> Access:
+    """What a command that asks engines may do with the keys in this directory, or without any."""
+    from connector.descriptor_limit import raise_descriptor_limit
     from connector.ports.curve_keys import KeyDirectoryError
     from connector.tools.asking import tool_access
 
+    raise_descriptor_limit()  # a shell's is mostly 1,024, and each worker of a fleet that is asked takes some
     try:
         return tool_access(directory)
     except KeyDirectoryError as error:
@@ -316,18 +320,6 @@ def _with_readers_of_expired(found: Survey, timeout: float, access: Access) -> t
     # P tells only of those whose ids it shows whole.
     told = {row.record.subject for _, row in more.of(RecordRow) if row.record.machine == "lease"}
     return found.with_rows_of(more), frozenset(told.intersection(wanted))
-
-
-def _records_about(request: str, directory: Path) -> list[Any]:
-    from connector.observe.trace_format import TraceFileError, TraceSchemaError
-    from connector.tools.trace_reader import read_trace_about, require_trace_files
-
-    try:
-        require_trace_files(directory)
-        return read_trace_about(directory, request)
-    except (OSError, TraceFileError, TraceSchemaError) as error:
-        say(error, err=True)
-        raise typer.Exit(UNASKED) from None
 
 
 def _fail_unasked(found: Survey, *, as_json: bool, is_named: bool) -> None:

@@ -12,7 +12,6 @@ import sys
 
 import typer
 
-from connector.descriptor_limit import raise_descriptor_limit
 from connector.ports.descriptors import TooFewDescriptors
 from connector.thread_limit import NoThreadLeft
 from connector.tools.cli import keys, trace
@@ -41,7 +40,6 @@ def main() -> None:
     """Entry point. Ctrl-C ends it with status 130, as shells have it; 2 where it cannot ask for want of threads or
     descriptors, or cannot write what it has found."""
     show_what_cannot_be_encoded()
-    raise_descriptor_limit()  # a shell's is mostly 1,024, and each worker of a fleet that is asked takes some
     status = 0
     try:
         app(prog_name="nixl-actor")

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from connector.observe.history import History, Story
     from connector.tools.summary import Outcome, SlowRequest, Summary, Times
     from connector.tools.trace_reader import ProcessTrace
+    from statemachine.trace import TransitionRecord
 
 NOTHING_FOUND = 1
 CANNOT_READ = 2
@@ -109,6 +110,13 @@ def _read(directory: Path) -> _Traces:
     if not any(process.records for process in traces.processes):
         _fail(f"no transition is recorded in {directory}", NOTHING_FOUND)
     return traces
+
+
+def records_about(request: str, directory: Path) -> list[TransitionRecord]:
+    """What bears on a request that is called so, or has this in its id."""
+    from connector.tools.trace_reader import read_trace_about
+
+    return _reading(directory, lambda: read_trace_about(directory, request))
 
 
 def _reading(directory: Path, read: Callable[[], Read]) -> Read:
@@ -235,9 +243,8 @@ def show(
     from connector.observe.clocks import clocks
     from connector.observe.history import histories, matching, stories
     from connector.tools.course import course
-    from connector.tools.trace_reader import read_trace_about
 
-    told = histories(_reading(directory, lambda: read_trace_about(directory, request)))
+    told = histories(records_about(request, directory))
     known = stories(told)
     found = matching(known, request)
     if not found:
