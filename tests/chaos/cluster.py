@@ -136,9 +136,7 @@ class ChaosCluster:
                 ),
             )
             self.prefill = {
-                engine.name: Prefill(
-                    engine, proxies.proxy((engine.options.host, engine.options.side_channel_port), names_control=True)
-                )
+                engine.name: Prefill(engine, proxies.proxy(engine.options.side_channel, names_control=True))
                 for engine in started[: len(PREFILL)]
             }
             self.decode = {engine.name: engine for engine in started[len(PREFILL) :]}
@@ -188,8 +186,7 @@ class ChaosCluster:
 
     def ask(self, name: str, *whats: Any) -> EngineReport:
         """What the engine says of itself, asked directly."""
-        options = self.engines[name].options
-        address = Address(options.host, options.side_channel_port)
+        address = Address(*self.engines[name].options.side_channel)
         questions = [Question(what=what) for what in whats]
         return survey([address], questions, follow=False, seconds=SURVEY_SECONDS).engines[0]
 

@@ -78,8 +78,7 @@ def by_command(prefill: Prefill, now: Callable[[], float]) -> Drain:
     """`nixl-actor drain`, and then its end. One that cannot be asked is ended all the same: strangers may just have all
     the room that its side channel has for connections from one address. `now`: seconds after the start of the load."""
     from_seconds = now()
-    options = prefill.engine.options
-    address = Address(options.host, options.side_channel_port)
+    address = Address(*prefill.engine.options.side_channel)
     lent: list[int] = []
     lent_last, problem = None, ""
     (last,) = drain(

@@ -207,8 +207,7 @@ class _Run:
         if fault.socket == CONTROL:
             address = self._cluster.control(fault.engine)
         else:
-            options = self._cluster.engines[fault.engine].options
-            address = options.host, options.side_channel_port
+            address = self._cluster.engines[fault.engine].options.side_channel
         if address is None:
             return False
         if fault.kind is Kind.GARBAGE:

@@ -152,6 +152,11 @@ class EngineOptions:
     http_port: int = field(default_factory=free_port)
     side_channel_port: int = field(default_factory=free_port)
 
+    @property
+    def side_channel(self) -> tuple[str, int]:
+        """Its address."""
+        return self.host, self.side_channel_port
+
     def start(self, log_path: Path) -> ForkedServer | subprocess.Popen[bytes]:
         """The server, in a process group of its own; its output is appended to the log file."""
         if self.forks:

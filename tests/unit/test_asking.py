@@ -124,8 +124,12 @@ class Worker:
 
 def test_an_engine_with_more_workers_than_are_asked_is_not_shown_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("connector.tools.live.WORKERS_MAX", 5)
-    monkeypatch.setattr("connector.tools.live.advertisement", advertised)
     said = Advertisement(compatibility_hash="h", metadata=None, actor=facts(pp_size=2, tp_size=4), error=None)
+
+    async def advertised(*_: Any) -> Advertisement:
+        return said
+
+    monkeypatch.setattr("connector.tools.live.advertisement", advertised)
 
     async def test() -> list[RankReport]:
         surveyor = Surveyor(Worker(0), 1.0, 1.0)  # type: ignore[arg-type]
@@ -135,10 +139,6 @@ def test_an_engine_with_more_workers_than_are_asked_is_not_shown_as_a_whole(monk
     assert [each.rank for each in reports] == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]
     assert [each.problem for each in reports[:-1]] == [None] * 5
     assert reports[-1].problem == "not asked, and none behind it: this tool asks 5 workers of an engine"
-
-
-async def advertised(*_: Any) -> Advertisement:
-    return Advertisement(compatibility_hash="h", metadata=None, actor=facts(pp_size=2, tp_size=4), error=None)
 
 
 @pytest.mark.parametrize(("rows", "word"), [(0, "the process hangs"), (3, "has told 3 row(s), and not all")])

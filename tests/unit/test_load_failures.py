@@ -208,11 +208,12 @@ def test_routers_are_told_nothing_of_blocks_that_were_not_loaded(
     load.fail(quarantined=quarantined)
     for _ in range(5):
         load.decode.step()
-    assert stored(load.decode) == (computed_alone(family) if recomputes else set())
+    wanted = computed_alone(family) if recomputes else set()
+    assert stored(load.decode) == wanted
     if quarantined:
         load.lift(0)
         load.step()
-        assert stored(load.decode) == (computed_alone(family) if recomputes else set())
+        assert stored(load.decode) == wanted
 
 
 @pytest.mark.parametrize("recomputes", [False, True], ids=["fail", "recompute"])
