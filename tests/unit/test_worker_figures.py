@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import trio
 from connector.config import ConnectorOptions
 from connector.observe.stats import COUNTS
 from connector.observe.trace_writer import TraceWriter
-from connector.ports.side_channel import FRAMES_TOO_MANY_MAX, SideChannelError
+from connector.ports.side_channel import FRAMES_TOO_MANY_MAX, Link
 from connector.ports.zmq_bridge import ZmqSideChannel
 from connector.protocol import LocalPrefillsSeen
 from connector.runtime.supervisor import Supervisor
@@ -26,7 +26,7 @@ from connector.worker.connector_worker import ConnectorWorker
 from tests.unit.vllm_setup import allocate, attention_spec, cache_config, engine_config, single_rank, write_model
 
 WAIT_SECONDS = 30.0
-SILENCE_SECONDS = 1.0
+LOOK_SECONDS = 0.01
 
 
 @contextmanager
@@ -49,30 +49,56 @@ def counted(worker: ConnectorWorker, key: str, at_least: int) -> int:
     counts: Counter[str] = Counter()
     deadline = time.monotonic() + WAIT_SECONDS
     while counts[key] < at_least and time.monotonic() < deadline:
-        time.sleep(0.01)
-        stats = worker.take_stats()
-        counts.update(stats.data[COUNTS] if stats is not None else {})
+        time.sleep(LOOK_SECONDS)
+        counts.update(newly_counted(worker))
     return counts[key]
 
 
-def send(worker: ConnectorWorker, *frames: bytes) -> list[bytes]:
-    """To the control socket; the answer, or nothing when there is silence."""
+def newly_counted(worker: ConnectorWorker) -> Mapping[str, int]:
+    stats = worker.take_stats()
+    return stats.data[COUNTS] if stats is not None else {}
+
+
+def with_link(worker: ConnectorWorker, use: Callable[[Link], Awaitable[None]]) -> None:
+    """To the control socket; it stays open until `use` is through with it."""
     metadata = worker.handshake_metadata
     assert metadata is not None
     where = metadata.extension
 
-    answer: list[bytes] = []
-
     async def main() -> None:
         channel = ZmqSideChannel()
-        with suppress(SideChannelError), trio.move_on_after(SILENCE_SECONDS):
-            link = await channel.open_link(where.control_host, where.control_port)
-            link.send(list(frames))
-            answer.extend(await link.receive())
-        channel.close()
+        try:
+            with trio.fail_after(WAIT_SECONDS):
+                await use(await channel.open_link(where.control_host, where.control_port))
+        finally:
+            channel.close()
 
     trio.run(main)
-    return answer
+
+
+def ask(worker: ConnectorWorker, *frames: bytes) -> Sequence[bytes]:
+    answers: list[Sequence[bytes]] = []
+
+    async def use(link: Link) -> None:
+        link.send(frames)
+        answers.append(await link.receive())
+
+    with_link(worker, use)
+    return answers[0]
+
+
+def counted_of_a_stranger(worker: ConnectorWorker, key: str, *frames: bytes) -> int:
+    """Of one series, when a stranger has sent this. He stays: what he has sent may come late."""
+    counts: Counter[str] = Counter()
+
+    async def use(link: Link) -> None:
+        link.send(frames)
+        while not counts[key]:
+            await trio.sleep(LOOK_SECONDS)
+            counts.update(newly_counted(worker))
+
+    with_link(worker, use)
+    return counts[key]
 
 
 def test_a_message_with_which_the_actors_crash_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +121,7 @@ def test_a_tool_is_told_that_the_trace_is_interrupted(tmp_path: Path) -> None:
         for is_full in (False, True):
             if is_full:
                 trace._lines._interrupt(OSError("the disk is full"))
-            (row,) = decode_inspected(send(worker, *encode_request(Inspect(number=1, what="engine")))).rows
+            (row,) = decode_inspected(ask(worker, *encode_request(Inspect(number=1, what="engine")))).rows
             assert isinstance(row, EngineRow)
             assert (row.trace_interrupted or "").endswith("jsonl: the disk is full") == is_full
 
@@ -112,5 +138,4 @@ def test_strangers_at_the_control_socket_are_counted(
     tmp_path: Path, allowed_peers: tuple[str, ...], frames: int, why: str
 ) -> None:
     with running(tmp_path, ConnectorOptions(allowed_peers=allowed_peers)) as worker:
-        send(worker, *[b"?"] * frames)
-        assert counted(worker, f"turned_away|control_socket|{why}", 1) >= 1
+        assert counted_of_a_stranger(worker, f"turned_away|control_socket|{why}", *[b"?"] * frames) >= 1
