@@ -51,6 +51,12 @@ def any_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("connector.nixl_connector.require_supported", lambda *_: None)
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights of an adapter are not known while a busy machine has not read them."""
+    monkeypatch.setattr("connector.scheduler.adapters.WAIT_SECONDS", 30.0)
+
+
 def engine(name: str, *specs: KVCacheSpec, **settings: Any) -> HybridEngine:
     # One state for the whole request cannot be cached.
     caches_prefixes = not any(isinstance(spec, MambaSpec) for spec in specs)
