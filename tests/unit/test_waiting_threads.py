@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import trio
 
+from connector import thread_limit
 from connector.ports import curve_keys
 from connector.ports.curve_keys import CurveKeys
 from connector.ports.host_names import HostNames
@@ -69,6 +70,7 @@ def test_accepted_keys_stay_in_use_and_nothing_has_crashed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(curve_keys, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(curve_keys, "LOOK_WAIT_SECONDS", 30.0)  # a thread may come to run late
     fleet = Fleet(tmp_path)
     member, other = fleet.member("member"), fleet.member("other")
 
@@ -132,7 +134,8 @@ def test_actors_and_an_agent_that_cannot_start_say_why() -> None:
     assert thread.stop(0.0)
 
 
-def test_room_for_threads_is_asked_for_and_left() -> None:
+def test_room_for_threads_is_asked_for_and_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thread_limit, "THREAD_GONE_SECONDS_MAX", 30.0)
     before = os.listdir("/proc/self/task")
     require_threads(3)
     assert set(os.listdir("/proc/self/task")) <= set(before)
