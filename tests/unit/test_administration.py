@@ -30,6 +30,14 @@ from tests.rig.network import free_port
 from tests.unit.test_wire_handshake import METADATA
 
 HOSTS = ("127.0.0.1", "127.0.0.2")
+PATIENCE_SECONDS = 30.0
+"""For what takes milliseconds where nothing else runs."""
+
+
+@pytest.fixture
+def long_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an option each answer may take so long that nobody takes a machine that stands still for it."""
+    monkeypatch.setattr(administration, "ASK_SECONDS", 4 * PATIENCE_SECONDS)
 
 
 @pytest.fixture
@@ -39,12 +47,13 @@ def silent() -> Iterator[str]:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
 
 
+@pytest.mark.usefixtures("long_answers")
 @pytest.mark.parametrize("command", ["drain", "meet"])
 def test_the_timeout_bounds_the_first_question_too(silent: str, command: str) -> None:
     begun = time.monotonic()
     places = ["127.0.0.1:1"] * (command == "meet")
     answer = CliRunner().invoke(app, [command, silent, *places, "--timeout", "0.2"])
-    assert time.monotonic() - begun < administration.ASK_SECONDS - 1
+    assert time.monotonic() - begun < PATIENCE_SECONDS
     assert answer.exit_code == 2
     assert answer.output == f"{silent}: no answer within 0.2 s: it hangs or is stopped, or cannot be reached\n"
 
@@ -66,11 +75,12 @@ class HangingNames:
         pass
 
 
+@pytest.mark.usefixtures("long_answers")
 def test_a_name_server_that_hangs_keeps_nobody_from_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(administration, "ZmqSideChannel", lambda access: HangingNames())
     begun = time.monotonic()
     answer = CliRunner().invoke(app, ["meet", "127.0.0.1:1", "127.0.0.1:2", "--timeout", "0.2"])
-    assert time.monotonic() - begun < administration.ASK_SECONDS - 1
+    assert time.monotonic() - begun < PATIENCE_SECONDS
     assert answer.exit_code == 2
     assert answer.output == "PP 0 TP 0 of the engine at 127.0.0.1:1 did not answer at 10.0.0.1:40000 within 0.2 s\n"
 
@@ -197,7 +207,8 @@ def test_all_engines_of_a_name_are_asked() -> None:
     """The name of a headless Service is that of all its pods; a request is on one of them."""
     port = free_port()
     with name_server(), engines(*((host, port) for host in HOSTS)):
-        found = survey([Address("several", port), Address("found", port)], [Question(what="engine")], seconds=5.0)
+        addresses = [Address("several", port), Address("found", port)]
+        found = survey(addresses, [Question(what="engine")], seconds=PATIENCE_SECONDS)
     assert [each.address for each in found.engines] == [
         *(Address(host, port) for host in HOSTS),
         Address("found", port),
@@ -207,6 +218,6 @@ def test_all_engines_of_a_name_are_asked() -> None:
 
 def test_a_name_that_nobody_finds_is_reported_as_before() -> None:
     with name_server():
-        found = survey([Address("unknown", 5600)], [Question(what="engine")], seconds=5.0)
+        found = survey([Address("unknown", 5600)], [Question(what="engine")], seconds=PATIENCE_SECONDS)
     (engine,) = found.engines
     assert engine.problem_kind == "AddressNotResolved"
