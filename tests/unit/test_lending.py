@@ -388,11 +388,11 @@ def test_what_a_message_costs_does_not_grow_with_the_leases_that_are_out() -> No
         core = lent(*(LeaseName(f"r{number}", number) for number in range(leases)))
         best = float("inf")
         for _ in range(5):
-            started = time.perf_counter()
+            started = time.thread_time()  # not that in which others run
             for now_ns in range(100):
                 hold(core, now_ns, LeaseName("r3", 3))
                 core.next_deadline()
-            best = min(best, time.perf_counter() - started)
+            best = min(best, time.thread_time() - started)
         return best
 
     assert seconds_per_hold(10_000) < 5 * seconds_per_hold(10)

@@ -536,14 +536,14 @@ def known(members: int) -> Driver:
 def test_the_cost_of_an_event_does_not_grow_with_the_members() -> None:
     def seconds(members: int) -> float:
         drive = known(members)
-        began = time.perf_counter()
+        began = time.thread_time()  # not that in which others run
         for _ in range(300):
             drive.ask(key("e3"))
             drive.tell(RequestEnded(request_id="r"))
             drive.ask(A)
             drive.connect(A)
             drive.tell(Ended(key=A))
-        return time.perf_counter() - began
+        return time.thread_time() - began
 
     def best(members: int) -> float:
         return min(seconds(members) for _ in range(5))

@@ -263,10 +263,10 @@ def test_not_a_dict(raw: Any) -> None:
 
 def test_huge_values_are_refused_quickly_and_quoted_briefly() -> None:
     huge = "x" * 50_000_000
-    began = time.perf_counter()
+    began = time.thread_time()  # that of a processor: a machine may stand still for longer than this takes
     for field in ("remote_engine_id", "remote_host", "lease_number"):
         assert "50000000 characters" in _failure(VALID | {field: huge}).found
-    assert time.perf_counter() - began < 5
+    assert time.thread_time() - began < 5
 
 
 def test_deep_nesting() -> None:
