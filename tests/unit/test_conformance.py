@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from connector.observe.trace_log import open_trace_log
+from connector.observe.trace_log import is_sampled, open_trace_log
 from connector.observe.traced import MACHINES
 from connector.tools.conformance import check, check_records
 from connector.tools.trace_reader import read_processes
@@ -227,13 +227,15 @@ def test_nothing_is_concluded_from_what_rotation_has_deleted() -> None:
             assert check_records(run[int(share * len(run)) :], is_whole=False).findings == ()
 
 
-def test_nothing_is_concluded_from_what_is_not_sampled() -> None:
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.7, 0.9])
+def test_nothing_is_concluded_from_what_is_not_sampled(share: float) -> None:
     for run in (calm_run(), faulty_run()):
         sampled = [
             record
             for record in run
-            if record.machine == "peer" or hash(record.remote_request_id or record.subject) % 3 == 0
+            if record.machine == "peer" or is_sampled(record.remote_request_id or record.subject, share)
         ]
+        assert len(sampled) < len(run)
         assert check_records(sampled, is_whole=False).findings == ()
 
 
