@@ -135,7 +135,7 @@ def test_an_engine_with_more_workers_than_are_asked_is_not_shown_as_a_whole(monk
         surveyor = Surveyor(Worker(0), 1.0, 1.0)  # type: ignore[arg-type]
         return await surveyor._ask_ranks(PLACE, said, [], trio.current_time() + 1)
 
-    reports = trio.run(test)
+    reports = trio.run(test, clock=trio.testing.MockClock(autojump_threshold=0))
     assert [each.rank for each in reports] == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]
     assert [each.problem for each in reports[:-1]] == [None] * 5
     assert reports[-1].problem == "not asked, and none behind it: this tool asks 5 workers of an engine"
