@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
+from pathlib import Path
+from typing import IO, Any
 
 import pytest
 
@@ -67,10 +70,23 @@ def test_a_seed_that_fails_is_shown_and_hides_no_other(failing: str, capsys: pyt
     assert "coverage 6" not in said  # A log is read from its end.
 
 
-def test_a_seed_that_hangs_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_seed_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    start = subprocess.Popen
+
+    def start_and_hear(command: list[str], *, stdout: IO[str], **others: Any) -> subprocess.Popen[bytes]:
+        """Back when it has said all, however long a shell takes to start: none of its time is used up before."""
+        process = start(command, stdout=stdout, **others)
+        ends_at = time.monotonic() + LIMIT_SECONDS
+        while Path(f"/proc/self/fd/{stdout.fileno()}").read_text() != "\n".join([*command[4:], ""]):
+            assert time.monotonic() < ends_at
+            time.sleep(0.01)
+        if command is not hangs:
+            process.wait(LIMIT_SECONDS)
+        return process
+
     hangs = says("seed 7", "seed 8", then="exec sleep 600")
-    # Long enough for two shells to start on a busy machine; one of them uses it up.
-    assert not fresh.run({"1": hangs, "2": says(*PASSED)}, 2.0)
+    monkeypatch.setattr(subprocess, "Popen", start_and_hear)
+    assert not fresh.run({"1": hangs, "2": says(*PASSED)}, 0.1)
     said = capsys.readouterr().out
     assert said.startswith("--- level 1\nseed 8\nverdict      level 1 hangs, FAILED\n--- level 2\n")
     assert said.endswith("all passed\n")
