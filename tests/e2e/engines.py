@@ -254,9 +254,13 @@ class EngineOptions:
 
     def _cores(self) -> list[str]:
         """One for each worker, in the order of their ranks."""
-        available = os.cpu_count() or 1
-        ranks = range(self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size)
-        return [str((self.core + rank) % available) for rank in ranks]
+        return cores(self.core, self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size)
+
+
+def cores(first: int, count: int) -> list[str]:
+    """So many numbers of processors, in turn, of those that this program may use: in a container they may be any."""
+    available = sorted(os.sched_getaffinity(0))
+    return [str(available[(first + number) % len(available)]) for number in range(count)]
 
 
 def _in_a_group(command: Sequence[str], environment: Mapping[str, str], log_path: Path) -> subprocess.Popen[bytes]:

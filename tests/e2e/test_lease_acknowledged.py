@@ -22,7 +22,7 @@ from connector.tools.trace_reader import read_trace
 from statemachine.trace import TransitionRecord
 from tests.e2e.client import CALL_TIMEOUT_SECONDS, Client, PrefillDecode
 from tests.e2e.cluster import Room, blocks_of, prompt, wait_for
-from tests.e2e.engines import BLOCK_SIZE_TOKENS, LOOPBACK, OVER_TCP, EngineOptions, EngineSet
+from tests.e2e.engines import BLOCK_SIZE_TOKENS, LOOPBACK, OVER_TCP, EngineOptions, EngineSet, cores
 from tests.e2e.tiny_model import tiny_llama
 from tests.rig.network import BlackHole, dead_params
 
@@ -80,7 +80,7 @@ class PrefillAndTwoRanks:
                     *("--num-gpu-blocks-override", str(DECODE_BLOCKS)),
                     *("--data-parallel-size", "2"),
                 ),
-                environment={"UCX_TLS": OVER_TCP, "VLLM_CPU_OMP_THREADS_BIND": "1|0"},
+                environment={"UCX_TLS": OVER_TCP, "VLLM_CPU_OMP_THREADS_BIND": "|".join(cores(1, 2))},
                 **common,
             ),
         )
