@@ -216,6 +216,7 @@ def test_parameters_that_were_used_before(cluster: OnePrefillTwoDecode) -> None:
 
 def test_a_lease_that_has_expired(cluster: OnePrefillTwoDecode) -> None:
     """First as P knows it, of which no D has heard; then as D knows it."""
+    compile_command()  # which the lease would not wait for
     key = "why-expired"
     params = prefilled(cluster.fail, key)
     said = why(key, cluster.prefill)
