@@ -29,6 +29,10 @@ TABLE = """
 """
 
 
+PATIENCE_SECONDS = 200.0
+"""For an agent that is made in a process of its own, on a machine that has other things to do."""
+
+
 def test_a_table_with_devices_of_many_kinds() -> None:
     assert tuple(ucx_devices._used(TABLE)) == (
         Transport("network", "rc_mlx5", ("mlx5_0:1", "mlx5_2:1")),
@@ -39,13 +43,14 @@ def test_a_table_with_devices_of_many_kinds() -> None:
 
 def test_what_ucx_opens_here_follows_the_variables_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "self")  # of this process, which is not the engine's
-    opened = open_as({"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo", "UCX_LOG_FILE": "/nowhere/at/all"})
+    variables = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo", "UCX_LOG_FILE": "/nowhere/at/all"}
+    opened = open_as(variables, PATIENCE_SECONDS)
     assert opened.of_kind(NETWORK) == (Transport("network", "tcp", ("lo",)),)
     assert (opened.complaints, opened.problem) == ((), "")
 
 
 def test_what_ucx_says_of_a_device_that_is_not_there() -> None:
-    opened = open_as({"UCX_NET_DEVICES": "no-such-device"})
+    opened = open_as({"UCX_NET_DEVICES": "no-such-device"}, PATIENCE_SECONDS)
     assert any("'no-such-device' is not available" in each for each in opened.complaints)
 
 
