@@ -391,6 +391,25 @@ class TestZmqSideChannel(SideChannelSuite):
         finally:
             thread.join()
 
+    def test_a_question_whose_connection_has_ended_was_not_refused(self) -> None:
+        """Also where libzmq has connected again, and been refused, before this loop looks."""
+
+        async def scenario(channel: SideChannel) -> None:
+            other = self.make_channel()
+            requester = channel.connect(HOST, other.listen(HOST, 0).port)
+
+            async def ask() -> None:
+                with pytest.raises(ConnectionEnded):
+                    await requester.ask([b"hello?"])
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(ask)
+                await until(lambda: requester.reached is Reached.LISTENER)
+                other.close()  # a listener that is closed alone ends its connections when the gate has had its turn
+                time.sleep(0.5)  # longer than libzmq waits before it connects again
+
+        self.run(scenario)
+
     def test_how_far_a_question_came_when_nobody_speaks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A process that is stopped: the kernel accepts the connection, and the other one that looks who it is."""
         greeting_seconds = 2.0  # so that a pause of this process does not end the look before it has said its line

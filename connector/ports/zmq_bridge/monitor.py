@@ -35,7 +35,8 @@ class Monitor:
         self._watched = watched
         self._events = events
         self.connection_failed = False
-        """An attempt to connect has failed."""
+        """An attempt to connect has failed, and none had succeeded before. libzmq connects again after the end of a
+        connection, and fails where the listener has closed; what has become of that connection is what counts."""
         self.connected = False
         """A connection was accepted."""
         self.greeted = False
@@ -93,7 +94,7 @@ class Monitor:
                 self._descriptor = parsed["value"]
             elif event in (zmq.EVENT_CLOSED, zmq.EVENT_DISCONNECTED):
                 self._descriptor = None
-            self.connection_failed |= event == zmq.EVENT_CLOSED
+            self.connection_failed |= event == zmq.EVENT_CLOSED and not self.connected
             self.connected |= event == zmq.EVENT_CONNECTED
             self.greeted |= event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             self.refused |= event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and parsed["value"] == int(NOT_ALLOWED)
