@@ -351,6 +351,7 @@ class TestZmqSideChannel(SideChannelSuite):
 
         self.run(scenario)
 
+    @pytest.mark.usefixtures("looks_patiently")
     def test_a_process_that_ends_before_it_greets_is_nobody_else(self) -> None:
         """The kernel has accepted the connection for it, and resets it."""
 
@@ -370,6 +371,7 @@ class TestZmqSideChannel(SideChannelSuite):
 
         self.run(scenario)
 
+    @pytest.mark.usefixtures("looks_patiently")
     def test_a_listener_that_closes_while_somebody_looks_at_it_is_nobody_else(self) -> None:
         """It resets whoever has just come, and refuses the next."""
         server = socket.create_server((HOST, 0))
