@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 import trio
+import trio.testing
 
 from connector.ports import host_names
 from connector.ports.host_names import HostNames
@@ -17,13 +18,13 @@ MORE_THAN_TRIO_HAS = 60
 """Threads; trio's own limiter lets 40 run."""
 
 
-def run(test: Callable[[NameServer], Awaitable[None]]) -> None:
+def run(test: Callable[[NameServer], Awaitable[None]], clock: trio.abc.Clock | None = None) -> None:
     async def main() -> None:
         with trio.fail_after(15):
             await test(server)
 
     with name_server() as server:
-        trio.run(main)
+        trio.run(main, clock=clock)
 
 
 async def given_up(names: HostNames, host: str, seconds: float = 0.05) -> None:
@@ -109,21 +110,30 @@ def test_an_old_question_is_asked_again_for_who_comes_later(monkeypatch: pytest.
 
 def test_an_answer_that_comes_too_late_is_there_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first name server is silent: the resolver asks the second one when who asked has given up."""
-    monkeypatch.setattr(host_names, "KEPT_SECONDS", 0.5)
+
+    async def answered_late(names: HostNames, server: NameServer, host: str) -> None:
+        await given_up_once_asked(names, server, host, times=1)
+        await trio.sleep(host_names.SLOW_SECONDS)
+        server.let_go()
+        while names._inquiries:  # a thread may be slow to end
+            await trio.sleep(0.005)
 
     async def test(server: NameServer) -> None:
         names = HostNames()
-        server.slow_seconds = 0.6
-        await given_up(names, "slow", seconds=0.5)
-        await trio.sleep(0.3)
+        await answered_late(names, server, "late")
         for _ in range(3):
-            with trio.fail_after(0.1):
-                assert await names.address("slow", 5600) == "127.0.0.1"
-        assert server.asked["slow"] == 1
-        await trio.sleep(0.5)
-        await given_up_once_asked(names, server, "slow", times=2)
+            assert await names.address("late", 5600) == "127.0.0.1"
+        assert server.asked["late"] == 1
+
+    async def test_for_a_while(server: NameServer) -> None:
+        names = HostNames()
+        await answered_late(names, server, "late")
+        await trio.sleep(host_names.KEPT_SECONDS)
+        await given_up_once_asked(names, server, "late", times=2)
 
     run(test)
+    monkeypatch.setattr(host_names, "KEPT_SECONDS", 0.1)
+    run(test_for_a_while)
 
 
 def test_what_was_found_at_once_is_not_kept() -> None:
@@ -198,18 +208,33 @@ def test_a_name_that_waits_for_room_is_refused_when_the_oldest_question_has_hung
 ) -> None:
     """However new those are that have taken the place of others."""
     monkeypatch.setattr(host_names, "QUESTIONS_MAX", 2)
-    monkeypatch.setattr(host_names, "AGAIN_SECONDS", 0.5)
+    clock = trio.testing.MockClock()
+    refused: list[NameNotResolved] = []
 
     async def test(server: NameServer) -> None:
         names = HostNames()
-        await given_up(names, "hang-0", 0.4)
-        await given_up(names, "hang-1", 0.0)
-        began = trio.current_time()
-        with pytest.raises(NameNotResolved, match="2 questions wait for a name server"):
-            await names.address("found-new", 5600)
-        assert trio.current_time() - began < 0.3
 
-    run(test)
+        async def ask() -> None:
+            with pytest.raises(NameNotResolved, match="2 questions wait for a name server") as failed:
+                await names.address("found-new", 5600)
+            refused.append(failed.value)
+
+        for host, seconds in (("hang-0", 0.8 * host_names.AGAIN_SECONDS), ("hang-1", 0.0)):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(names.address, host, 5600)
+                await trio.testing.wait_all_tasks_blocked()
+                nursery.cancel_scope.cancel()
+            clock.jump(seconds)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            await trio.testing.wait_all_tasks_blocked()
+            assert refused == []
+            clock.jump(0.2 * host_names.AGAIN_SECONDS)
+            await trio.testing.wait_all_tasks_blocked()
+            assert len(refused) == 1
+            nursery.cancel_scope.cancel()
+
+    run(test, clock)
 
 
 def test_beyond_a_number_that_hang_names_are_refused_but_not_those_that_were_found(
