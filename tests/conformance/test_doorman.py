@@ -268,22 +268,26 @@ async def is_greeted(stranger: socket.socket) -> None:
 def test_who_asks_without_a_descriptor_says_so() -> None:
     """With each number of descriptors that is too small: for a socket of libzmq, or for the connection."""
 
+    async def outcome(count: int) -> str:
+        channel = ZmqSideChannel()
+        channel.listen(HOST, 0)  # as engines do; libzmq would end the process if it had to start a thread now
+        try:
+            with socket.create_server((HOST, 0)) as server:
+                requester = channel.connect(HOST, server.getsockname()[1])
+                with descriptors_left(count), trio.move_on_after(0.5):
+                    await requester.ask([b"hello"])
+            return requester.reached.name
+        except DescriptorsExhausted:
+            return "raised"
+        finally:
+            channel.close()
+
     async def test() -> None:
         seen: list[str] = []
         for count in itertools.count():
-            channel = ZmqSideChannel()
-            channel.listen(HOST, 0)  # as engines do; libzmq would end the process if it had to start a thread now
-            with socket.create_server((HOST, 0)) as server:
-                requester = channel.connect(HOST, server.getsockname()[1])
-                with descriptors_left(count):
-                    try:
-                        with trio.move_on_after(0.5):
-                            await requester.ask([b"hello"])
-                    except DescriptorsExhausted:
-                        seen.append("raised")
-                    else:
-                        seen.append(requester.reached.name)
-            channel.close()
+            seen.append(await outcome(count))
+            while seen[-1] in (Reached.NOTHING.name, Reached.ADDRESS.name):  # a thread of libzmq has had no turn yet
+                seen[-1] = await outcome(count)
             if seen[-1] == Reached.PORT.name:
                 break
         assert seen[0] == "raised"
@@ -335,15 +339,12 @@ def test_who_listens_without_a_descriptor_says_so() -> None:
     """With each number of descriptors that is too small."""
 
     async def test() -> None:
-        channel = ZmqSideChannel()
         for count in itertools.count():
-            with descriptors_left(count):
-                try:
-                    channel.listen(HOST, 0)
-                except DescriptorsExhausted:
-                    await trio.sleep(0.05)  # libzmq gives back what it has used by then
-                else:
-                    break
+            channel = ZmqSideChannel()  # one for each: libzmq has given back what it has used when that is closed
+            with descriptors_left(count), contextlib.suppress(DescriptorsExhausted):
+                channel.listen(HOST, 0)
+                break
+            channel.close()
         assert count > 5
         channel.close()
 
