@@ -30,7 +30,6 @@ import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import msgspec
 import trio
@@ -40,7 +39,7 @@ from connector.ports.nixl import PortCounts
 from connector.protocol import PeerAddress
 from tests.actors.engines import HOST, Engine, engine, until
 from tests.rig.network import free_port
-from tests.rig.process import resident_bytes
+from tests.rig.process import resident_bytes, thread_states
 
 PEERS_PER_PROCESS = 12
 PLACES = 30
@@ -224,8 +223,7 @@ class Peers:
         pid = self.process.pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
-        threads = Path(f"/proc/{pid}/task")
-        while any(_state_of(thread) != "T" for thread in threads.iterdir()):
+        while thread_states(pid) != {"T"}:
             await trio.sleep(0.001)
 
     async def end(self, *, kill: bool) -> None:
@@ -235,10 +233,6 @@ class Peers:
         await trio.lowlevel.wait_readable(self.process.sentinel)
         self.process.join()
         self.process.close()
-
-
-def _state_of(thread: Path) -> str:
-    return (thread / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 @contextlib.asynccontextmanager

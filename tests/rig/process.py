@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections import Counter
@@ -17,6 +18,16 @@ def thread_names() -> tuple[str, ...]:
 def native_threads() -> int:
     """Threads of any kind, NIXL's and ZMQ's included."""
     return len(os.listdir("/proc/self/task"))
+
+
+def thread_states(process_id: int) -> set[str]:
+    """Those of all threads of a process, as the kernel abbreviates them: "T" is stopped. Empty: it is gone."""
+    states = set()
+    with contextlib.suppress(FileNotFoundError):
+        for thread in Path(f"/proc/{process_id}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+                states.add((thread / "stat").read_text().rpartition(")")[2].split()[0])
+    return states
 
 
 def resident_bytes() -> int:
