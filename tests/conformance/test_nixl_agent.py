@@ -863,7 +863,7 @@ class TestRealNixlPort(NixlPortSuite):
     def test_opening_is_bounded_and_a_late_agent_is_taken_apart(self, monkeypatch: pytest.MonkeyPatch) -> None:
         memory, _ = new_memory()
         release = threading.Event()
-        monkeypatch.setattr(agent_thread, "OPEN_PROGRESS_SECONDS", 0.5)
+        monkeypatch.setattr(agent_thread, "OPEN_PROGRESS_SECONDS", 0.05)
         waited: list[float] = []
         with pytest.raises(NixlCallFailed, match=r"within 2 s"):
             RealNixlPort.open(
@@ -874,7 +874,7 @@ class TestRealNixlPort(NixlPortSuite):
                 on_wait=waited.append,
             )
         assert waited == sorted(waited)
-        assert 1 <= len(waited) <= 4
+        assert 1 <= len(waited) <= 40
         (thread,) = _threads_named("nixl-late")
         release.set()
         thread.join(30)
