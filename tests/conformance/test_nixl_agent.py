@@ -1029,7 +1029,9 @@ class TestRealNixlPort(NixlPortSuite):
                     assert port.counts().lag_seconds == port.lag_seconds >= 0.2
                     gate.set()
                 assert "go on, after" in (await said(lines, 2))[1]
-                assert port.counts().lag_seconds == 0
+                with trio.fail_after(30):  # one that is looked at so often may be late again for a moment
+                    while port.counts().lag_seconds:
+                        await trio.sleep(0.01)
 
         self.run(scenario)
 
