@@ -510,19 +510,25 @@ def test_who_goes_on_in_a_list_that_is_not_kept_is_told_all_of_another_one() -> 
     run(test)
 
 
-def test_lists_are_kept_for_a_while_and_only_so_many() -> None:
+def test_lists_are_kept_for_a_while_and_only_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         async with engine("p", serves=True) as p:
             for number in range(600):
                 p.lend(f"lent-{number}")
             await until(lambda: len(p.supervisor._lease_keeper.leases()) == 600 or None)
             inspector = p.supervisor._inspector
-            for number in range(LISTS_KEPT + 5):
-                await inspector._answer(Inspect(number=1, what="leases"), b"tool %d" % number)
-            assert [tool for tool, _, _ in inspector._lists] == [b"tool %d" % n for n in range(5, LISTS_KEPT + 5)]
-            # The next question of anybody wakes the inspector, which then looks at what it keeps by itself.
-            await asked(p, questions=(Question(what="engine"),))
+
+            async def fill(kept_seconds: float) -> None:
+                monkeypatch.setattr("connector.runtime.inspector.LIST_KEPT_SECONDS", kept_seconds)
+                for number in range(LISTS_KEPT + 5):
+                    await inspector._answer(Inspect(number=1, what="leases"), b"tool %d" % number)
+                assert [tool for tool, _, _ in inspector._lists] == [b"tool %d" % n for n in range(5, LISTS_KEPT + 5)]
+                # The next question of anybody wakes the inspector, which then looks at what it keeps by itself.
+                await asked(p, questions=(Question(what="engine"),))
+
+            await fill(60.0)
             assert inspector._lists
+            await fill(0.2)
             await until(lambda: not inspector._lists or None, seconds=60)
 
     run(test)
