@@ -18,6 +18,7 @@ from connector.wire.inspection import RequestRow
 from statemachine.failures import BadParams, ChecksumsMissing, Corrupt, Incompatible, TransferError
 from statemachine.remote_engine import NotificationFailed
 from tests.actors.engines import BLOCKS, HOST, Engine, engine, lease_of, parallel_engine, until
+from tests.actors.test_peers import is_served
 from tests.actors.test_pull import run
 
 ALL = ConnectorOptions(verify="all")
@@ -116,16 +117,17 @@ def test_checksums_that_do_not_come_are_what_is_waited_for() -> None:
     """The lease was granted, and P does not answer: the connection stands, and no READ begins."""
 
     async def test() -> None:
-        hasty = ConnectorOptions(verify="all", request_timeout_seconds=3.0, handshake_timeout_seconds=2.0)
+        hasty = ConnectorOptions(verify="all", request_timeout_seconds=3.0)
         async with (
             engine("p", serves=True, options=ALL) as p,
-            engine("d", serves=True, options=hasty) as d,
+            engine("d", serves=True, options=ALL) as d,
+            engine("hasty", serves=True, options=hasty) as of_few_seconds,
             opened_surveyor(seconds=30.0) as surveyor,
         ):
-            p.lend("remote-before")
-            assert (await pulled(d, p, "before", [1], [9])).failure is None
-            p.supervisor.deliver(LeaseGranted(lease=lease_of("remote-a"), blocks=1))
-            d.pull("a", p, [1], [9])
+            for each in (d, of_few_seconds):
+                await is_served(each, p, f"before-{each.engine_id}")
+                p.supervisor.deliver(LeaseGranted(lease=lease_of(f"remote-{each.engine_id}"), blocks=1))
+            d.pull("a", p, [1], [9], remote_request_id="remote-d")
             place = Address(HOST, d.address.port)
             found = await surveyor.survey([place], [Question(what="requests"), Question(what="peers")])
             (row,) = found.engines[0].of(RequestRow)
@@ -133,10 +135,12 @@ def test_checksums_that_do_not_come_are_what_is_waited_for() -> None:
             _, live = live_of(found.rows())
             (answer,) = (explain(case, live) for case in find("a", [], live))
             assert answer.cause.startswith("Waiting for the checksums of its blocks (verify) from prefill engine p")
-            await until(lambda: d.received("a"))
+            of_few_seconds.pull("b", p, [1], [9], remote_request_id="remote-hasty")
+            await until(lambda: of_few_seconds.received("b"), 30.0)
+            place = Address(HOST, of_few_seconds.address.port)
             found = await surveyor.survey([place], [Question(what="records")])
             records, live = live_of(found.rows())
-            (answer,) = (explain(case, live) for case in find("a", records, live))
+            (answer,) = (explain(case, live) for case in find("b", records, live))
             assert "the checksums of its blocks (verify) from prefill engine p did not come" in answer.cause
 
     run(test)
