@@ -76,8 +76,9 @@ HEAD_BYTES = 32
 HASH = "same-model"
 HOST = "127.0.0.1"
 LEASE_SECONDS = 4.0
-"""Of a lease that D keeps alive. It renews while more than half is left, so that this process may stand still for two
-seconds, as on a machine that is busy with something else."""
+"""Of a lease that D keeps alive. It renews while more than half is left. However long this process stands still, as on
+a machine that is busy with something else, its engines count `STEP_SECONDS_MAX`."""
+STEP_SECONDS_MAX = 1.0
 HELD_SECONDS = 1.5 * LEASE_SECONDS
 """Longer than a lease lasts that is not renewed, or only once."""
 
@@ -102,11 +103,39 @@ class ListSink:
         return [state for i, state in enumerate(states) if i == 0 or states[i - 1] != state]
 
 
-class WarpedClock:
-    """A clock of its own for one engine: it runs at another rate than everybody else's, and can leap."""
+class SteadyClock:
+    """What engines have for a clock here: it hardly goes on while this process stands still, which ends no lease and no
+    request that a test wants alive. Everything of an engine is in one process, and so is its peer."""
 
-    def __init__(self, rate: float = 1.0) -> None:
+    def __init__(self) -> None:
         self._true = BootClock()
+        self._seen_ns = self._now_ns = self._true.now_ns()
+        self._is_over = False
+
+    def now_ns(self) -> int:
+        seen_ns = self._true.now_ns()
+        self._now_ns += min(seen_ns - self._seen_ns, to_ns(STEP_SECONDS_MAX))
+        self._seen_ns = seen_ns
+        return self._now_ns
+
+    def wall(self) -> float:
+        return self._true.wall()
+
+    async def tick(self) -> None:
+        """A task of the run: it goes on when nobody looks at it."""
+        while not self._is_over:
+            self.now_ns()
+            await trio.sleep(STEP_SECONDS_MAX / 10)
+
+    def stop(self) -> None:
+        self._is_over = True
+
+
+class WarpedClock:
+    """A clock of its own for one engine: it runs at another rate than everybody else's (`true`), and can leap."""
+
+    def __init__(self, rate: float = 1.0, true: Clock | None = None) -> None:
+        self._true = true or BootClock()
         self._start_ns = self._true.now_ns()
         self._rate = rate
         self._leapt_ns = 0
@@ -379,6 +408,9 @@ async def parallel_engine(
     part of the layers, the ranks of the first one come first.
     """
     shapes = attention_shapes(layers=LAYERS, heads=HEADS, head_bytes=head_bytes)
+    steady = SteadyClock()
+    if clock is None:
+        trio.lowlevel.spawn_system_task(steady.tick)
     ranks = [
         _rank(
             engine_id,
@@ -391,7 +423,7 @@ async def parallel_engine(
             layout_name,
             identity=identity,
             permute=permute,
-            clock=clock or BootClock(),
+            clock=clock or steady,
             descriptors_ahead_max=descriptors_ahead_max,
             is_warm=is_warm,
             also_trace=also_trace,
@@ -429,6 +461,7 @@ async def parallel_engine(
         with trio.CancelScope(shield=True):
             for each in ranks:
                 await each.port.aclose(1.0)
+        steady.stop()
 
 
 def _rank(

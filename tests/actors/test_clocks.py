@@ -17,7 +17,7 @@ from connector.config import ConnectorOptions
 from connector.observe.event_log import WAIT_SAID_AFTER_SECONDS
 from connector.ports.side_channel import Link
 from connector.ports.zmq_bridge import ZmqSideChannel
-from tests.actors.engines import HELD_SECONDS, LEASE_SECONDS, WarpedClock, engine, lend_by_all, until
+from tests.actors.engines import HELD_SECONDS, LEASE_SECONDS, SteadyClock, WarpedClock, engine, lend_by_all, until
 from tests.actors.test_in_flight import held_up, in_flight
 from tests.actors.test_peers import is_served, reads
 from tests.actors.test_pull import run
@@ -197,10 +197,11 @@ def test_a_lease_that_is_held_is_proven_whatever_the_rate_of_ps_clock() -> None:
                 nursery.start_soon(hold_and_read, number, rate)
 
     async def hold_and_read(number: int, rate: float) -> None:
-        options, clock = ConnectorOptions(kv_lease_duration=LEASE_SECONDS), WarpedClock(rate)
+        options, steady = ConnectorOptions(kv_lease_duration=LEASE_SECONDS), SteadyClock()
+        trio.lowlevel.spawn_system_task(steady.tick)
         async with (
-            engine(f"p{number}", serves=True, options=options, clock=clock) as p,
-            engine(f"d{number}", options=options) as d,
+            engine(f"p{number}", serves=True, options=options, clock=WarpedClock(rate, steady)) as p,
+            engine(f"d{number}", options=options, clock=steady) as d,
         ):
             await reads(d, p, "before")
             p.memory[:] = THEIRS

@@ -21,6 +21,7 @@ from contextlib import AsyncExitStack
 import psutil
 import trio
 
+from connector.clock import BootClock
 from connector.config import ConnectorOptions
 from connector.protocol import PeerAddress
 from tests.actors.engines import HOST, Engine, engine, until
@@ -41,7 +42,9 @@ def serve() -> None:
             ports = []
             for number in range(max(PEERS)):
                 options = ConnectorOptions(kv_lease_duration=LEASE_SECONDS)
-                p = await stack.enter_async_context(engine(f"p{number}", serves=True, options=options))
+                p = await stack.enter_async_context(
+                    engine(f"p{number}", serves=True, options=options, clock=BootClock())
+                )
                 p.lend(f"remote-{number}")
                 ports.append(p.address.port)
             tell(ports)
@@ -80,7 +83,7 @@ def main() -> None:
         ]
 
         async def measure() -> None:
-            async with engine("d") as d:
+            async with engine("d", clock=BootClock()) as d:
                 print(f"{'peers':>7}{'D, cores':>10}{'P, cores':>10}")
                 for count in PEERS:
                     await rest(d, peers[:count], prefill_pid)

@@ -26,6 +26,7 @@ from collections.abc import Callable
 
 import trio
 
+from connector.clock import BootClock
 from connector.config import ConnectorOptions
 from connector.protocol import PeerAddress
 from tests.actors.engines import HOST, Engine, engine, lease_of, until
@@ -42,7 +43,7 @@ def serve() -> None:
 
     async def main() -> None:
         options = ConnectorOptions(kv_lease_duration=LEASE_SECONDS)
-        async with engine("p", serves=True, options=options) as p:
+        async with engine("p", serves=True, options=options, clock=BootClock()) as p:
             for number in range(READS * len(INTERVALS_MS)):
                 p.lend(f"remote-{number}")
             tell(p.address.port)
@@ -73,7 +74,7 @@ class Decode:
 
     async def _run(self) -> None:
         self._token, self._stop = trio.lowlevel.current_trio_token(), trio.Event()
-        async with engine("d") as self._engine:
+        async with engine("d", clock=BootClock()) as self._engine:
             numbers = range(READS * len(INTERVALS_MS))
             for number in numbers:
                 self._engine.wait_for(str(number), lease_of(f"remote-{number}"), self._peer)
