@@ -393,6 +393,22 @@ class TestZmqSideChannel(SideChannelSuite):
         finally:
             thread.join()
 
+    def test_who_ends_a_connection_and_then_hangs_is_nobody_else(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("connector.ports.zmq_bridge.requester.GREETING_SECONDS", 0.2)
+        server = socket.create_server((HOST, 0))
+
+        async def scenario(channel: SideChannel) -> None:
+            with trio.fail_after(SOON_SECONDS), pytest.raises(ConnectionEnded, match="before anything was said"):
+                await channel.connect(HOST, server.getsockname()[1]).ask([b"get"])
+
+        thread = threading.Thread(target=lambda: server.accept()[0].close())
+        thread.start()
+        try:
+            with server:
+                self.run(scenario)
+        finally:
+            thread.join()
+
     def test_a_question_whose_connection_has_ended_was_not_refused(self) -> None:
         """Also where libzmq has connected again, and been refused, before this loop looks."""
 

@@ -206,11 +206,12 @@ class ZmqRequester:
     async def _look_at_greeting(self, address: str) -> bytes:
         """The mechanism of security that the server names in its greeting.
 
-        Raises NotASideChannel when it does not greet, and PortRefused when nothing listens any more.
+        Raises NotASideChannel when it does not greet, PortRefused when nothing listens any more, and ConnectionEnded
+        when nothing is to be learned: it had ended the connection, and says nothing now.
         """
         said = b""
         try:
-            with trio.move_on_after(GREETING_SECONDS):
+            with trio.move_on_after(GREETING_SECONDS) as patience:
                 # Who stops listening resets whoever has just come, and refuses the next: so a second time.
                 for _ in range(2):
                     async with await trio.open_tcp_stream(address, self._port) as stream:
@@ -222,6 +223,8 @@ class ZmqRequester:
                         break
         except OSError as error:
             raise PortRefused(self._host, self._port, REFUSED) from error
+        if patience.cancelled_caught and not said:  # a process that hangs or stands still shows nothing
+            raise ConnectionEnded(self._host, self._port, ENDED)
         if not said.startswith(GREETING_FIRST_BYTE):
             raise self._something_else(
                 "it closes the connection instead of greeting as ZMQ does, or has shut this address out"

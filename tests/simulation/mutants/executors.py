@@ -15,6 +15,7 @@ from connector.ports.nixl_agent.core import AgentCore
 from connector.ports.nixl_agent.looks import Looks
 from connector.ports.nixl_agent.poll_cost import PollCost
 from connector.ports.zmq_bridge import ZmqRequester
+from connector.ports.zmq_bridge.monitor import Monitor
 from connector.runtime import connections, effects, handshake, lease_keeper, peer_actor, restarts
 from connector.runtime.connections import Connections
 from connector.runtime.deferred_commands import DeferredCommands
@@ -1077,6 +1078,26 @@ PORTS = (
         changes=(Edit(ZmqRequester._look_at_greeting, "for _ in range(2):", "for _ in range(1):"),),
         place=ByTest(
             "tests/conformance/test_zmq_bridge.py::TestZmqSideChannel::test_a_listener_that_closes_while_somebody_looks_at_it_is_nobody_else"
+        ),
+    ),
+    Mutant(
+        name="an engine that hangs is somebody else",
+        row=43,
+        broken="an engine that has ended a connection, and says nothing over the next, is taken for something else",
+        changes=(Edit(ZmqRequester._look_at_greeting, "if patience.cancelled_caught and not said:", "if False:"),),
+        place=ByTest(
+            "tests/conformance/test_zmq_bridge.py::TestZmqSideChannel::test_who_ends_a_connection_and_then_hangs_is_nobody_else"
+        ),
+    ),
+    Mutant(
+        name="an ended connection is a refused one",
+        row=43,
+        broken="a connection that was ended counts as one that never stood, when libzmq connects again and is refused",
+        changes=(
+            Edit(Monitor.catch_up, "event == zmq.EVENT_CLOSED and not self.connected", "event == zmq.EVENT_CLOSED"),
+        ),
+        place=ByTest(
+            "tests/conformance/test_zmq_bridge.py::TestZmqSideChannel::test_a_question_whose_connection_has_ended_was_not_refused"
         ),
     ),
     Mutant(
