@@ -25,7 +25,6 @@ import itertools
 import math
 import multiprocessing
 import os
-import signal
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -39,7 +38,7 @@ from connector.ports.nixl import PortCounts
 from connector.protocol import PeerAddress
 from tests.actors.engines import HOST, Engine, engine, until
 from tests.rig.network import free_port
-from tests.rig.process import resident_bytes, thread_states
+from tests.rig.process import resident_bytes, stop_process
 
 PEERS_PER_PROCESS = 12
 PLACES = 30
@@ -218,13 +217,11 @@ class Peers:
     def ports(self) -> list[int]:
         return [each.port for each in self.introduced]
 
-    async def stop(self) -> None:
-        """As a hang does; every thread of it has stopped."""
+    def stop(self) -> None:
+        """As a hang does."""
         pid = self.process.pid
         assert pid is not None
-        os.kill(pid, signal.SIGSTOP)
-        while thread_states(pid) != {"T"}:
-            await trio.sleep(0.001)
+        stop_process(pid)
 
     async def end(self, *, kill: bool) -> None:
         if kill:
@@ -256,7 +253,7 @@ async def meet(d: Engine, peers: Peers, manner: Manner, ends: Counter[str]) -> i
     waits = manner not in (Manner.DIE_IN_THE_MIDDLE, Manner.LINGER)
     if manner is Manner.DIE_IN_THE_MIDDLE:
         await ask_all(d, peers, Turn.FIRST, ends)
-        await peers.stop()
+        peers.stop()
     elif manner is Manner.LINGER:
         await peers.end_workers()
     asked = await ask_all(d, peers, Turn.LAST, ends, waits=waits)

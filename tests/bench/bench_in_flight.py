@@ -27,6 +27,7 @@ from connector.ports.nixl import MemoryRange, MemoryRun, NixlEvent, PortBroken, 
 from connector.ports.nixl_agent import RealNixlPort
 from connector.runtime.reads import ORDERS_AHEAD_MIN
 from tests.bench.source import Source, source
+from tests.rig.process import stop_process
 
 READS = (64, 256, 1024, 4096)
 DESCRIPTORS = 8
@@ -93,7 +94,7 @@ class Reader:
 async def measure(pages: Source, reads: int) -> None:
     reader = Reader(pages, reads)
     await reader.connect()
-    os.kill(pages.pid, signal.SIGSTOP)
+    stop_process(pages.pid)
     try:
         started = time.perf_counter()
         reader.order()

@@ -16,7 +16,6 @@ import base64
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
@@ -35,6 +34,7 @@ from tests.e2e.client import Client
 from tests.e2e.cluster import prompt
 from tests.e2e.engines import ROOT, EngineOptions, EngineSet
 from tests.e2e.tiny_model import tiny_llama
+from tests.rig.process import stop_process
 
 STEP_TOKENS = 256
 PASSES = 3
@@ -119,9 +119,7 @@ class _Reader:
             )
             self.port.post_read(local, self._ids, remote, self._ids)
             assert (await self._ends.receive()).error is None
-            peer.send_signal(signal.SIGSTOP)
-            while os.waitid(os.P_PID, peer.pid, os.WSTOPPED | os.WNOHANG) is None:
-                await trio.sleep(0.001)  # until every thread of it has stopped
+            stop_process(peer.pid)
             self.port.post_read(local, self._ids, remote, self._ids)
             await trio.sleep(IN_FLIGHT_SECONDS)
             peer.kill()

@@ -64,6 +64,7 @@ from tests.conformance.nixl_suite import (
     whole,
 )
 from tests.conformance.ucx import dropped, in_version, of_memory_type, unwritten
+from tests.rig.process import stop_process
 from tests.unit.log_lines import Lines, listening
 
 ROOT = Path(__file__).parents[2]
@@ -120,9 +121,7 @@ class ProcessPeer(Peer):
         return await self._hear()
 
     async def pause(self) -> None:
-        self._process.send_signal(signal.SIGSTOP)
-        while os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOHANG) is None:
-            await trio.sleep(0.001)  # until every thread of it has stopped
+        stop_process(self._process.pid)
 
     async def resume(self) -> None:
         self._process.send_signal(signal.SIGCONT)
@@ -310,6 +309,7 @@ class TestRealNixlPort(NixlPortSuite):
 
     def test_the_agent_is_called_from_one_thread_only(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Every call into NIXL of a port's life, and the end of every NIXL handle, in whatever way it comes about."""
+        gc.collect()  # what other tests have left is none of its business
         callers: dict[str, set[int]] = {}
         bindings = agent_core._import_nixl("nixl")
 

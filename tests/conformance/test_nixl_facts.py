@@ -35,6 +35,7 @@ import pytest
 
 from tests.conformance.ucx import dropped, in_version, listens, of_memory_type, unwritten
 from tests.rig.network import free_port
+from tests.rig.process import stop_process
 
 ROOT = Path(__file__).parents[2]
 BLOCKS, BLOCK_BYTES = 64, 4096
@@ -129,8 +130,7 @@ class Source:
         return self._answer()
 
     def stop(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
-        until(lambda: os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOHANG) is not None)
+        stop_process(self.process.pid)
 
     def resume(self) -> None:
         self.process.send_signal(signal.SIGCONT)

@@ -42,6 +42,7 @@ from tests.rig.key_files import Fleet
 from tests.rig.looks import look_patiently
 from tests.rig.name_server import name_server
 from tests.rig.network import OTHER_SERVERS, BlackHole, has_ipv6
+from tests.rig.process import stop_process
 
 ROOT = Path(__file__).parents[2]
 
@@ -458,7 +459,7 @@ class TestZmqSideChannel(SideChannelSuite):
 
         async def scenario(channel: SideChannel) -> None:
             async with peer_process() as peer, trio.open_nursery() as nursery:
-                peer.process.send_signal(signal.SIGSTOP)
+                stop_process(peer.process.pid)
 
                 async def go_on() -> None:
                     await trio.sleep(1.5 * GREETING_SECONDS)
@@ -475,7 +476,7 @@ class TestZmqSideChannel(SideChannelSuite):
                 link = await channel.open_link(peer.host, peer.port)
                 assert link.send([b"hello"])
                 assert await link.receive() == (b"hello",)
-                peer.process.send_signal(signal.SIGSTOP)
+                stop_process(peer.process.pid)
                 assert link.send([b"are you there?"])
                 with trio.move_on_after(1) as patience:
                     await link.receive()

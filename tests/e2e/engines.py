@@ -35,6 +35,7 @@ from tests.e2e import reaper
 from tests.e2e.calm import CALM_POLLING, calm_environment
 from tests.e2e.serve import CHANGES, ON_CUDA, ONE_THREAD, ForkedServer
 from tests.rig.network import free_port
+from tests.rig.process import wait_stopped
 
 LOOPBACK = "127.0.0.1"
 ROOT = Path(__file__).resolve().parents[2]
@@ -364,6 +365,8 @@ class Engine:
     def pause(self) -> None:
         """SIGSTOP to the whole group: everything stays open and nothing answers."""
         self._signal_group(signal.SIGSTOP)
+        if self._process is not None:
+            wait_stopped(partial(reaper.members, self._process.pid))
 
     def resume(self) -> None:
         """Undo `pause`."""

@@ -37,7 +37,7 @@ from tests.rig.messages import (
     Snapshot,
 )
 from tests.rig.network import free_port
-from tests.rig.process import thread_states
+from tests.rig.process import stop_process
 
 START_SECONDS = 240.0
 """An engine process needs about ten seconds alone on a quiet machine, nearly all of it imports; more on one
@@ -162,13 +162,8 @@ class EngineRig:
 
     def freeze(self) -> None:
         """SIGSTOP: nothing of the process runs, its sockets stay open."""
-        os.kill(self.process_id, signal.SIGSTOP)
         self._frozen = True
-        # One thread takes the signal, and tells the others when it has a turn: until then they go on.
-        deadline = time.monotonic() + WAIT_SECONDS
-        while thread_states(self.process_id) != {"T"}:
-            assert time.monotonic() < deadline, f"{self.options.engine_id} has not stopped"
-            time.sleep(0.001)
+        stop_process(self.process_id)
 
     def thaw(self) -> None:
         """Undo `freeze`; nothing when the process has ended meanwhile."""

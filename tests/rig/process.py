@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import threading
+import time
 from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
+
+STOPPED_TIMEOUT_SECONDS = 60.0
+STOPPED_OR_ENDED = frozenset("TZX")
 
 
 def thread_names() -> tuple[str, ...]:
@@ -28,6 +34,22 @@ def thread_states(process_id: int) -> set[str]:
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
                 states.add((thread / "stat").read_text().rpartition(")")[2].split()[0])
     return states
+
+
+def stop_process(process_id: int) -> None:
+    """SIGSTOP, and back when every thread has stopped: see `wait_stopped`."""
+    os.kill(process_id, signal.SIGSTOP)
+    wait_stopped(lambda: [process_id])
+
+
+def wait_stopped(process_ids: Callable[[], Iterable[int]]) -> None:
+    """Until all threads of these processes, which were sent SIGSTOP, have stopped or ended. One thread takes the
+    signal, and tells the others when it has a turn: until then they go on. Raises TimeoutError."""
+    deadline = time.monotonic() + STOPPED_TIMEOUT_SECONDS
+    while any(thread_states(process_id) - STOPPED_OR_ENDED for process_id in process_ids()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"processes have not stopped within {STOPPED_TIMEOUT_SECONDS:g} s")
+        time.sleep(0.001)
 
 
 def resident_bytes() -> int:
