@@ -32,6 +32,7 @@ Parts
     call_recorder  which thread calls NIXL and ZMQ
     process    threads, descriptors and memory of an engine process
     network    free ports and prefill engines that are not there
+    patience   how long to wait
     lan        machines with a network between them that loses what it is told to lose
 
 Everything waits with a deadline, and a closed rig leaves no process behind. Importing this package imports neither

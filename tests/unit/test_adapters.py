@@ -25,11 +25,10 @@ from vllm.v1.request import Request
 from connector.scheduler import adapters
 from connector.scheduler.adapters import LATE_MAX, LOOK_NS, AdapterWeights
 from connector.weights import adapter_files
+from tests.rig.patience import PATIENCE_SECONDS
 from tests.rig.thread_limit import no_thread_left
 from tests.unit.adapter_files import save_adapter
 from tests.unit.hand_clock import HandClock
-
-PATIENCE_SECONDS = 30.0
 
 
 @pytest.fixture(autouse=True)

@@ -27,11 +27,10 @@ from tests.rig.facts import facts
 from tests.rig.listener import make_listener_thread, one_rank
 from tests.rig.name_server import name_server
 from tests.rig.network import free_port
+from tests.rig.patience import PATIENCE_SECONDS
 from tests.unit.test_wire_handshake import METADATA
 
 HOSTS = ("127.0.0.1", "127.0.0.2")
-PATIENCE_SECONDS = 30.0
-"""For what takes milliseconds where nothing else runs."""
 
 
 @pytest.fixture

@@ -9,11 +9,10 @@ import pytest
 
 from connector.ports.nixl_agent import thread as agent_thread
 from connector.ports.nixl_agent.thread import AgentThread
+from tests.rig.patience import PATIENCE_SECONDS
 
 FASTER = 200
 """Times as fast as the real one the clock goes that says how long nothing has moved; pauses are real."""
-
-PATIENCE_SECONDS = 30.0
 
 
 class HangingCore:

@@ -32,12 +32,11 @@ from connector.wire.handshake import encode_request
 from statemachine.granting import LentCounts
 from tests.rig.listener import make_listener_thread, one_rank
 from tests.rig.network import free_port
+from tests.rig.patience import PATIENCE_SECONDS
 
 HOST = "127.0.0.1"
 LIFE = "0123456789abcdef" * 2
 DEATHS: list[str] = []
-PATIENCE_SECONDS = 30.0
-"""For what takes milliseconds where nothing else runs."""
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from connector.protocol import LocalPrefillsSeen, RejectPull, ReleaseUnread, Sta
 from connector.scheduler.prefix_digest import prompt_digests
 from connector.versions import is_vllm_at_least
 from statemachine.failures import BadParams, WrongPrompt
+from tests.rig.patience import PATIENCE_SECONDS
 from tests.unit.adapter_files import save_adapter
 from tests.unit.hybrid_engine import (
     BLOCK_TOKENS,
@@ -54,7 +55,7 @@ def any_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights of an adapter are not known while a busy machine has not read them."""
-    monkeypatch.setattr("connector.scheduler.adapters.WAIT_SECONDS", 30.0)
+    monkeypatch.setattr("connector.scheduler.adapters.WAIT_SECONDS", PATIENCE_SECONDS)
 
 
 def engine(name: str, *specs: KVCacheSpec, **settings: Any) -> HybridEngine:

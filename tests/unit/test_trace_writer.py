@@ -23,13 +23,12 @@ from connector.tools.cli.main import app
 from connector.tools.conformance import check, check_records
 from connector.tools.trace_reader import read_processes, read_trace, read_trace_about, read_trace_file
 from statemachine.trace import TransitionRecord
+from tests.rig.patience import PATIENCE_SECONDS
 from tests.rig.thread_limit import no_thread_left
 from tests.stalled_file import StalledFile
 from tests.unit.traced_run import calm_run
 
 QUEUE = 40
-PATIENCE_SECONDS = 30.0
-"""For what takes milliseconds where nothing else runs; a disk may be slow."""
 
 
 def record(seq: int, **changes: Any) -> TransitionRecord:

@@ -30,6 +30,7 @@ from connector.waiting_threads import call_in_thread
 from tests.rig.key_files import Fleet
 from tests.rig.listener import make_listener_thread, one_rank
 from tests.rig.network import free_port
+from tests.rig.patience import PATIENCE_SECONDS
 from tests.rig.thread_limit import REFUSED, no_thread_left
 
 
@@ -70,7 +71,7 @@ def test_accepted_keys_stay_in_use_and_nothing_has_crashed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(curve_keys, "LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(curve_keys, "LOOK_WAIT_SECONDS", 30.0)  # a thread may come to run late
+    monkeypatch.setattr(curve_keys, "LOOK_WAIT_SECONDS", PATIENCE_SECONDS)  # a thread may come to run late
     fleet = Fleet(tmp_path)
     member, other = fleet.member("member"), fleet.member("other")
 
@@ -135,7 +136,7 @@ def test_actors_and_an_agent_that_cannot_start_say_why() -> None:
 
 
 def test_room_for_threads_is_asked_for_and_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thread_limit, "THREAD_GONE_SECONDS_MAX", 30.0)
+    monkeypatch.setattr(thread_limit, "THREAD_GONE_SECONDS_MAX", PATIENCE_SECONDS)
     before = os.listdir("/proc/self/task")
     require_threads(3)
     assert set(os.listdir("/proc/self/task")) <= set(before)

@@ -23,9 +23,9 @@ from connector.step_metadata import StepMetadata
 from connector.wire.control import encode_request
 from connector.wire.inspection import EngineRow, Inspect, decode_inspected
 from connector.worker.connector_worker import ConnectorWorker
+from tests.rig.patience import PATIENCE_SECONDS
 from tests.unit.vllm_setup import allocate, attention_spec, cache_config, engine_config, single_rank, write_model
 
-WAIT_SECONDS = 30.0
 LOOK_SECONDS = 0.01
 
 
@@ -47,7 +47,7 @@ def running(directory: Path, options: ConnectorOptions) -> Iterator[ConnectorWor
 def counted(worker: ConnectorWorker, key: str, at_least: int) -> int:
     """Of one series, when it has got so far."""
     counts: Counter[str] = Counter()
-    deadline = time.monotonic() + WAIT_SECONDS
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while counts[key] < at_least and time.monotonic() < deadline:
         time.sleep(LOOK_SECONDS)
         counts.update(newly_counted(worker))
@@ -68,7 +68,7 @@ def with_link(worker: ConnectorWorker, use: Callable[[Link], Awaitable[None]]) -
     async def main() -> None:
         channel = ZmqSideChannel()
         try:
-            with trio.fail_after(WAIT_SECONDS):
+            with trio.fail_after(PATIENCE_SECONDS):
                 await use(await channel.open_link(where.control_host, where.control_port))
         finally:
             channel.close()
