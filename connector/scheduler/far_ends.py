@@ -55,7 +55,9 @@ class FarEnds:
             self._free(request_id)
         for request_id, request in prompts.items():
             scheduled = output.num_scheduled_tokens.get(request_id, 0)
-            if scheduled and request.num_computed_tokens + scheduled == request.num_prompt_tokens:
+            left = request.num_prompt_tokens - request.num_computed_tokens
+            # Where steps speculate, vLLM puts places of drafts behind a last token that is computed alone.
+            if 0 < left <= scheduled:
                 self._hold(request, output)
 
     def lend(self, request: Request, num_tokens: int) -> dict[int, int]:

@@ -135,6 +135,22 @@ def test_a_step_that_is_under_way_does_not_move_the_window_on() -> None:
     assert pull.groups[1].remote_block_ids[:1] == prefill.held["a"]
 
 
+@pytest.mark.parametrize("overlaps", [False, True], ids=["in turn", "overlapping"])
+def test_places_for_drafts_do_not_move_the_window_on(overlaps: bool) -> None:
+    """A link of a chain has the last token to compute. Behind one token vLLM puts places of drafts, for a step that is
+    as any other; they are refused."""
+    first, link, last = Engine(), Engine(drafts=2, overlaps=overlaps), Engine()
+    first.prefill("a", tokens_of(LENGTH))
+    link.load("a", tokens_of(LENGTH), first.params["a"] | {"do_remote_decode": True})
+    link.loaded("a")
+    for _ in range(3):
+        link.step()
+    assert link.computed["a"] == 1 + 2
+    pull = last.load("b", tokens_of(LENGTH), link.params["a"])
+    assert pull.num_tokens == LENGTH - 1
+    assert pull.groups[1].remote_block_ids[:1] == link.held["a"]
+
+
 def test_one_that_is_preempted_lets_go_of_it() -> None:
     """Otherwise it would lack a block for its second life."""
     prefill = Engine(blocks=22)
