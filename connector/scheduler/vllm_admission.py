@@ -27,8 +27,11 @@ class Admission:
         scheduler = vllm_config.scheduler_config
         self._manager = manager
         self._chunk_tokens: int = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
-        if scheduler.long_prefill_token_threshold > 0:
-            self._chunk_tokens = min(self._chunk_tokens, scheduler.long_prefill_token_threshold)
+        if (longest := scheduler.long_prefill_token_threshold) > 0:
+            # Of a request behind which another one waits; one that is alone holds nobody up.
+            if scheduler.long_prefill_token_threshold_adaptive:
+                longest = max(longest, scheduler.max_num_batched_tokens // 2)
+            self._chunk_tokens = min(self._chunk_tokens, longest)
         # One block too many for each group of states, which have room of their own for drafts.
         slots = _step_slots(vllm_config)
         self._step_blocks = sum(-(-slots // each.block_size) for each in manager.coordinator.single_type_managers)

@@ -109,6 +109,7 @@ class HybridEngine:
         policy: in which order vLLM's queue is served.
         drafts: tokens that a draft model proposes after a step; vLLM keeps slots for them.
         tells_events: vLLM's KV cache events are collected in `events`.
+        long_prefill_tokens: vLLM's `long_prefill_token_threshold`, which adapts to the number of requests; 0: none.
         match_tokens: where prefixes are cached (`prefix_match_unit`); None: where vLLM would. The attribute is what
             vLLM makes of it.
     """
@@ -129,6 +130,7 @@ class HybridEngine:
         policy: str = "fcfs",
         drafts: int = 0,
         tells_events: bool = False,
+        long_prefill_tokens: int = 0,
         match_tokens: int | None = None,
     ) -> None:
         config = self.config = copy.copy(scheduling_config(BLOCK_TOKENS, MAX_MODEL_TOKENS))
@@ -137,6 +139,8 @@ class HybridEngine:
         config.scheduler_config.async_scheduling = overlaps
         config.scheduler_config.scheduler_reserve_full_isl = admits_what_fits
         config.scheduler_config.policy = policy
+        config.scheduler_config.long_prefill_token_threshold = long_prefill_tokens
+        config.scheduler_config.long_prefill_token_threshold_adaptive = long_prefill_tokens > 0
         config.speculative_config = draft_model(config, drafts) if drafts else None
         config.cache_config = copy.copy(config.cache_config)
         config.cache_config.num_gpu_blocks = blocks

@@ -388,6 +388,22 @@ def test_a_prompt_is_judged_by_what_vllm_asks_for_it(why: str) -> None:
     assert "long" not in decode.finished
 
 
+def test_a_prompt_of_which_vllm_computes_more_than_its_threshold_at_once_holds_nobody_up() -> None:
+    """The adaptive threshold is as high as half of a step, where two requests are in the queue."""
+    specs, earlier = [full(), window(40)], tokens_of(279, seed=1)
+    decode = HybridEngine(specs, engine_id="d", blocks=90, batch_tokens=256, long_prefill_tokens=16)
+    decode.run("earlier", earlier, None)
+    side = decode.scheduler.connector._scheduler  # type: ignore[union-attr]
+    side._keep_quarantined(report(quarantined=[range(1, 75)]))
+    decode.submit("long", earlier + tokens_of(140, seed=2), None)
+    decode.submit("short", tokens_of(10, seed=3), None)
+    run(decode)
+    assert decode.finished.keys() == {"earlier", "short"}
+    side._keep_quarantined(report(lifted=[range(1, 75)]))
+    run(decode, 40)
+    assert "long" in decode.finished
+
+
 def test_blocks_that_an_answer_has_for_drafts_are_lent_back_with_it() -> None:
     """vLLM keeps them as long; of what is computed the last block is full."""
     decode = lending_back(8 * BLOCK_TOKENS - 2, max_tokens=3, drafts=3)
