@@ -151,7 +151,8 @@ def times_of(history: History, zero_ns: int | None = None) -> PullTimes | None:
         blocks=history.blocks,
         bytes=history.length_bytes,
         descriptors=max(record.descriptors or 0 for record in history.records),
-        retries=states.count(request.State.PENDING_HANDSHAKE.value) - 1,
+        # Where the beginning was not recorded there may be no attempt at all.
+        retries=max(0, states.count(request.State.PENDING_HANDSHAKE.value) - 1),
     )
 
 

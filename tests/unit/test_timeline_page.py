@@ -172,6 +172,17 @@ def test_a_retry_and_a_failure_are_told_with_their_reason(page: Browser, tmp_pat
     assert "HandshakeTimeout" in page.evaluate("document.querySelector('.reason').innerText")
 
 
+def test_a_request_whose_beginning_is_missing_is_drawn_and_was_not_tried_again(page: Browser, tmp_path: Path) -> None:
+    """Its first records were in a file that was deleted when there were too many."""
+    begun = (None, "pending_handshake")
+    records = [each for each in trace(SMALL) if not (each.machine == "request" and each.from_state in begun)]
+    page.open(written(stories(histories(records)), tmp_path))
+    page.evaluate("app.choose(doc.stories.find((s) => s.requests.length && doc.outcomes[s.outcome] === 'done'), true)")
+    page.frame()
+    assert page.evaluate("lanes.x(app.bar.end) - lanes.x(app.bar.start)") > 20
+    assert page.evaluate("Math.min(...doc.bars.map((bar) => bar.retries))") == 0
+
+
 def test_a_request_is_in_sight_however_long_its_lease_goes_on(page: Browser, tmp_path: Path) -> None:
     """P did not live to end it."""
     records = [each for each in trace(400) if each.event != "ReaderDone"]

@@ -183,3 +183,11 @@ def test_the_page_has_every_request(faulty: Path, tmp_path: Path) -> None:
     page = file.read_text()
     told = stories(histories(faulty_run()))
     assert all(request.subject in page for story in told for request in story.requests)
+
+
+def test_a_request_whose_beginning_is_missing_was_not_tried_again() -> None:
+    """Its first records were in a file that was deleted when there were too many."""
+    (found,) = histories(records("request", "D", "r", PULLED, peer="P")[2:])
+    times = times_of(found)
+    assert times is not None
+    assert times.attributes()["kv_transfer.retries"] == 0

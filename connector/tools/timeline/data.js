@@ -47,7 +47,9 @@ function readDocument(text) {
     const final = bar.steps[bar.steps.length - 1];
     bar.reason = final.reason;
     bar.detail = final.detail;
-    bar.retries = bar.machine === "request" ? bar.visits.filter((v) => v.state === "pending_handshake").length - 1 : 0;
+    // Where the beginning was not recorded there may be no attempt at all.
+    const attempts = bar.machine === "request" ? bar.visits.filter((v) => v.state === "pending_handshake").length : 0;
+    bar.retries = Math.max(0, attempts - 1);
     return bar;
   });
 
