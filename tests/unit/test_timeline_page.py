@@ -183,6 +183,25 @@ def test_a_request_whose_beginning_is_missing_is_drawn_and_was_not_tried_again(p
     assert page.evaluate("Math.min(...doc.bars.map((bar) => bar.retries))") == 0
 
 
+def test_a_state_of_a_later_version_is_shown_by_its_name(page: Browser, tmp_path: Path) -> None:
+    later = {"reading": "settling"}
+    records = [
+        msgspec.structs.replace(
+            each,
+            from_state=later.get(each.from_state or "", each.from_state),
+            to_state=later.get(each.to_state, each.to_state),
+        )
+        if each.machine == "request"
+        else each
+        for each in trace(SMALL)
+    ]
+    page.open(written(stories(histories(records)), tmp_path))
+    assert "settling" in page.evaluate("document.querySelector('.times').innerText")
+    page.evaluate("app.choose(doc.stories.find((s) => doc.outcomes[s.outcome] === 'done' && s.requests.length), true)")
+    page.frame()
+    assert "settling" in page.evaluate("document.querySelector('.steps').innerText")
+
+
 def test_a_request_is_in_sight_however_long_its_lease_goes_on(page: Browser, tmp_path: Path) -> None:
     """P did not live to end it."""
     records = [each for each in trace(400) if each.event != "ReaderDone"]

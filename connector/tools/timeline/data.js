@@ -207,6 +207,7 @@ let countings = 0;
 /* Of the states of one machine in these stories, and of vLLM's queue before the first: how often, percentiles and sum of the time in them. */
 function stateTimes(doc, stories, machine) {
   const { states } = doc.machines[machine], times = states.map(() => []), queues = [];
+  const others = new Map(); // states that a later version has
   countings++; // a lease that several requests have read is counted once
   for (const story of stories) {
     for (const bar of machine === "lease" ? story.leases : story.requests) {
@@ -214,11 +215,15 @@ function stateTimes(doc, stories, machine) {
       bar.counting = countings;
       if (bar.queued !== null) queues.push(bar.queued);
       const { visits } = bar;
-      for (let i = 0; i < visits.length - 1; i++) times[visits[i].number].push(visits[i].end - visits[i].start);
+      for (let i = 0; i < visits.length - 1; i++) {
+        const { number, state, start, end } = visits[i];
+        if (number === undefined && !others.has(state)) others.set(state, []);
+        (number === undefined ? others.get(state) : times[number]).push(end - start);
+      }
     }
   }
   const found = [];
-  for (const [state, all] of [[QUEUED, queues], ...states.map((state, number) => [state, times[number]])]) {
+  for (const [state, all] of [[QUEUED, queues], ...states.map((state, number) => [state, times[number]]), ...others]) {
     if (!all.length) continue;
     const sorted = Float64Array.from(all).sort();
     found.push({ state, count: all.length, ...Object.fromEntries([50, 95, 99].map((p) => ["p" + p, percentile(sorted, p / 100)])) });
