@@ -8,6 +8,9 @@ its sentence. `advice_of` knows that of a failure, and `told` of what traces and
 
 from __future__ import annotations
 
+import re
+import shlex
+
 from statemachine.failures import ADVICE_FOLLOWS, Failure, Incompatible
 
 NO_PARAMETERS = "NoTransferParams"
@@ -190,6 +193,18 @@ WHAT_TO_DO: dict[str, str] = {
 def advice_of(failure: Failure) -> str:
     """What to do about this one."""
     return failure.advice if isinstance(failure, Incompatible) else WHAT_TO_DO[failure.kind]
+
+
+NAMED_LENGTH_MAX = 200
+"""Characters of an id in a command."""
+_NAMED = re.compile(r"[^\x00-\x1f\x7f-\x9f\ud800-\udfff]+")
+
+
+def why_command(request_id: str) -> str:
+    """The command that says more of a request, to be pasted into a shell. Of an id that is long, or has characters that
+    no line of a log takes, it names a part, which is enough; the dots of an id that is cut would be part of no id."""
+    found = _NAMED.search(request_id)
+    return f"nixl-actor why {shlex.quote(found[0][:NAMED_LENGTH_MAX] if found is not None else '')}"
 
 
 def named(kind: str | None, sentence: str) -> str:

@@ -30,7 +30,7 @@ from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
 from connector.clock import NS_PER_SECOND
-from connector.observe.advice import advice_of
+from connector.observe.advice import advice_of, why_command
 from connector.observe.log import SUBJECT_LENGTH_MAX, Now, Window, get_logger
 from connector.wire.bounded import shorten
 from statemachine import lease, peer, remote_engine
@@ -133,7 +133,7 @@ class EventLog:
     def queued(self, subject: str, request_id: str) -> None:
         """A request has waited for a while before vLLM has allocated blocks for it."""
         what = "in vLLM's queue, for blocks to load its KV into"
-        self.write("queued", f"{subject} still waits: {what}{ADVICE_FOLLOWS}nixl-actor why {shorten(request_id)}")
+        self.write("queued", f"{subject} still waits: {what}{ADVICE_FOLLOWS}{why_command(request_id)}")
 
     def finds_no_room(self, subject: str, tokens: int, quarantined: int, lent_back: int) -> None:
         """A request needs more blocks than are left beside those of which it is not known when they come back."""

@@ -553,6 +553,11 @@ def test_requests_that_failed_are_told_by_kind_with_an_example_and_what_to_do(
     assert finding.advice.startswith(f"LeaseOver: {WHAT_TO_DO['LeaseOver']}; nixl-actor why r")
 
 
+def test_the_command_for_a_request_can_be_pasted_whatever_its_client_calls_it() -> None:
+    (finding,) = found(engine("d", *ends(1, "failed", "LeaseOver", name="a;touch b-")), check="failed requests")
+    assert "; nixl-actor why 'a;touch b-" in finding.advice
+
+
 def test_a_request_that_fails_on_several_ranks_is_one_and_of_the_kind_of_the_first() -> None:
     (first, second) = (ends(1, "failed", kind)[0] for kind in ("LeaseOver", "TransferError"))
     (later,) = engine("d", second, *ends(9, "done", name="ok")).ranks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -241,6 +242,28 @@ def test_the_limit_of_the_quarantine_is_said_with_what_follows_and_so_is_its_end
         assert word in full
     assert "500 are left" in over
     assert [record.levelno for record in lines.records] == [logging.WARNING] * 2
+
+
+@pytest.mark.parametrize(
+    "request_id",
+    [
+        "cmpl-abc-0-d",
+        "cmpl-___prefill_addr_10.0.1.2:21001___decode_addr_10.0.1.3:22001_93923d63113b4b338973f24d19d4bf11-0-d",
+        "x" * 500,
+        "it's $(touch b); `c`",
+        "\x1b[31mred",
+    ],
+)
+def test_the_command_that_a_waiting_request_names_finds_it_and_nothing_else_is_run(
+    lines: Lines, request_id: str
+) -> None:
+    events = EventLog("decode-1", 0, clock=BootClock(), log_failure=FailureLog("decode-1", 0))
+    events.queued("request r", request_id)
+    (text,) = lines.texts
+    command, *arguments = shlex.split(text.partition("; what to do: ")[2].removesuffix(" [decode-1 rank 0]"))
+    assert (command, arguments[0], len(arguments)) == ("nixl-actor", "why", 2)
+    assert arguments[1] in request_id
+    assert len(arguments[1]) > 3
 
 
 def test_a_stranger_that_goes_on_has_a_line_for_each_power_of_two(lines: Lines) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -408,6 +409,22 @@ def test_ids_are_text_whatever_they_say(page: Browser, tmp_path: Path) -> None:
     page.frame()
     assert page.evaluate("document.images.length") == 0
     assert page.evaluate("window.hit === undefined")
+
+
+def test_the_command_for_a_request_can_be_pasted_whatever_its_client_calls_it(page: Browser, tmp_path: Path) -> None:
+    name = "it's $'$&; `touch b`"
+    records = [
+        msgspec.structs.replace(each, subject=each.subject.replace("cmpl-00003", name))
+        if each.machine == "request"
+        else each
+        for each in trace(20)
+    ]
+    page.open(written(stories(histories(records)), tmp_path))
+    page.evaluate("app.choose(doc.stories.find((story) => story.name.includes('touch')), true)")
+    words = shlex.split(page.evaluate("panel.querySelector('.command').textContent"))
+    assert words[:2] == ["nixl-actor", "why"]
+    assert words[2].startswith(name)
+    assert words[3:] == ["--trace", "DIRECTORY"]
 
 
 def test_nothing_is_loaded_from_anywhere(page: Browser, small: str) -> None:

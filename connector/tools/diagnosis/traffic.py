@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
 from connector.observe import catalogue
-from connector.observe.advice import NO_PARAMETERS, TRACE_INTERRUPTED_ADVICE, WHAT_TO_DO, named, told
+from connector.observe.advice import NO_PARAMETERS, TRACE_INTERRUPTED_ADVICE, WHAT_TO_DO, named, told, why_command
 from connector.observe.history import LeaseKey, LeasesGiven
 from connector.tools.diagnosis.finding import Finding, about, facts_of
 from connector.tools.diagnosis.reachable import left_in_peace
@@ -134,7 +134,7 @@ def failed_requests(engines: Sequence[EngineReport]) -> Iterator[Finding]:
                 f"their KV: {', '.join(f'{kind} {count}' for kind, count in kinds)}; the last {kinds[0][0]} was "
                 f"{most.record.subject}, {duration(most.age_seconds)} ago"
             ),
-            f"{kinds[0][0]}: {advice}; nixl-actor why {most.record.subject} says more",
+            f"{kinds[0][0]}: {advice}; {why_command(most.record.subject)} says more",
         )
 
 

@@ -331,6 +331,11 @@ function count(number, one, many) {
   return number.toLocaleString("en") + " " + (number === 1 ? one : many || one + "s");
 }
 
+/* As a shell takes it for one word. Ids come from clients, and commands with them are pasted. */
+function shellWord(text) {
+  return /^[\w@%+=:,./-]+$/.test(text) ? text : "'" + text.replaceAll("'", "'\"'\"'") + "'";
+}
+
 function words(state) {
   return state.replaceAll("_", " ");
 }

@@ -197,7 +197,7 @@ function showStory(app, panel) {
   }, tabName(story, each)))));
   parts.push(make("div", { class: "o" + bar.outcome }, stateChart(doc, bar)));
   parts.push(stepsTable(app, bar));
-  if (doc.command === null) parts.push(make("h3", {}, "Explain it"), make("code", { class: "command" }, doc.explain.replace("REQUEST", story.name)));
+  if (doc.command === null) parts.push(make("h3", {}, "Explain it"), make("code", { class: "command" }, doc.explain.replace("REQUEST", () => shellWord(story.name))));
   panel.replaceChildren(...parts);
 }
 
