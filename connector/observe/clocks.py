@@ -129,6 +129,18 @@ def all_histories(stories: Iterable[Story]) -> Iterator[History]:
                 yield history
 
 
+def lives(stories: Iterable[Story]) -> list[list[History]]:
+    """What each process wrote, by its own clock. An engine id may have been used before by another process
+    (`begins_process`)."""
+    places: dict[Place, list[History]] = {}
+    for history in all_histories(stories):
+        first = history.records[0]
+        places.setdefault((first.engine_id, first.role, first.rank), []).append(history)
+    for instances in places.values():
+        instances.sort(key=lambda history: (history.records[0].mono_ns, history.records[0].seq))
+    return [life for instances in places.values() for life in _split(instances)]
+
+
 def lease_of_each_hold(story: Story) -> list[History | None]:
     """For every hold of the story the lease that it is D's knowledge of, None where P's side is not known.
 
@@ -170,18 +182,12 @@ def first_record(history: History, event: str) -> TransitionRecord | None:
 
 
 def _lives(stories: Sequence[Story]) -> dict[int, Clock]:
-    """An engine id may have been used before by another process (`begins_process`)."""
-    places: dict[Place, list[History]] = {}
-    for history in all_histories(stories):
-        first = history.records[0]
-        places.setdefault((first.engine_id, first.role, first.rank), []).append(history)
     found: dict[int, Clock] = {}
-    for (engine_id, role, rank), instances in places.items():
-        instances.sort(key=lambda history: (history.records[0].mono_ns, history.records[0].seq))
-        for life in _split(instances):
-            zero_ns = median_low(_zero_ns(record) for history in life for record in history.records)
-            clock = Clock(engine_id=engine_id, role=role, rank=rank, zero_ns=zero_ns)
-            found.update((id(history), clock) for history in life)
+    for life in lives(stories):
+        first = life[0].records[0]
+        zero_ns = median_low(_zero_ns(record) for history in life for record in history.records)
+        clock = Clock(engine_id=first.engine_id, role=first.role, rank=first.rank, zero_ns=zero_ns)
+        found.update((id(history), clock) for history in life)
     return found
 
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from connector.clock import NS_PER_SECOND
 from connector.observe.advice import WHAT_TO_DO
+from connector.observe.clocks import lives
 from connector.observe.history import DONE, OPEN, History, Story, deciding_rank
 from connector.observe.traced import MACHINES, QUEUED
 from statemachine import lease, peer, request
@@ -195,11 +196,17 @@ def summarize(histories: Sequence[History], stories: Sequence[Story]) -> Summary
 
 
 def slow(stories: Iterable[Story], count: int, *, since_wall: float = -math.inf) -> list[SlowRequest]:
-    """The requests that took longest on D, the slowest first: queue, peer, READ, proof, until vLLM could be told.
+    """The requests that took longest on D, the slowest first: queue, peer, READ, proof, until vLLM could be told. One
+    that has not ended counts until the last record of its process, or one that hangs would be among the quickest.
 
     `since_wall`: of those alone that have ended since then, or have not.
     """
-    found = [_slow_request(story) for story in stories if story.requests and _reaches(story, since_wall)]
+    stories = list(stories)
+    last_ns: dict[int, int] = {}
+    for life in lives(stories):
+        ends_ns = max(history.records[-1].mono_ns for history in life)
+        last_ns |= {id(history): ends_ns for history in life if not history.is_over}
+    found = [_slow_request(story, last_ns) for story in stories if story.requests and _reaches(story, since_wall)]
     return sorted(found, key=lambda each: -each.seconds)[:count]
 
 
@@ -329,7 +336,8 @@ def _reaches(story: Story, since_wall: float) -> bool:
     return any(not each.is_over or each.records[-1].wall >= since_wall for each in story.requests)
 
 
-def _slow_request(story: Story) -> SlowRequest:
+def _slow_request(story: Story, last_ns: Mapping[int, int]) -> SlowRequest:
+    """`last_ns`: the last moment of which the process of a request that has not ended tells, by its `id`."""
     history, deciding = _last_rank(story.requests), story.deciding
     parts: dict[str, float] = {}
     if history.queued_seconds is not None:
@@ -339,7 +347,7 @@ def _slow_request(story: Story) -> SlowRequest:
             parts[visit.state] = parts.get(visit.state, 0.0) + visit.seconds
     if not history.is_over:
         last = history.visits[-1]
-        parts[last.state] = parts.get(last.state, 0.0) + (history.records[-1].mono_ns - last.entered_ns) / NS_PER_SECOND
+        parts[last.state] = parts.get(last.state, 0.0) + (last_ns[id(history)] - last.entered_ns) / NS_PER_SECOND
     state, state_seconds = max(parts.items(), key=lambda part: part[1], default=("", 0.0))
     return SlowRequest(
         request_id=history.subject,

@@ -280,3 +280,27 @@ def test_the_wait_for_kv_lasts_until_all_ranks_have_ended() -> None:
     assert summarize(histories(written), stories(histories(written))).kv_wait.longest == 3.0
     written = [*on_rank(0, "reading"), *on_rank(1, "failed", "LeaseOver")]
     assert summarize(histories(written), stories(histories(written))).kv_wait.count == 0
+
+
+def of_the_same_process(found: list[TransitionRecord]) -> list[TransitionRecord]:
+    """As it goes on with its numbers."""
+    return [msgspec.structs.replace(each, seq=each.seq + 100) for each in found]
+
+
+def test_one_that_hangs_is_the_slowest_and_counts_until_the_end_of_its_process() -> None:
+    """Not until that of another process, which was started in its place."""
+    hangs = pulled("hangs", "p1", PULLED[:2])
+    done = of_the_same_process(pulled("done", "p2", at=5000.0))
+    killed = pulled("killed", "p3", PULLED[:2], at=100.0, rank=1)
+    after = pulled("after", "p4", at=5000.0, rank=1)
+    found = slow(stories(histories([*hangs, *done, *killed, *after])), 4)
+    assert (found[0].request_id, found[0].seconds) == ("hangs", 5003.0)
+    assert (found[0].state, found[0].outcome) == ("reading", "open")
+    assert {each.request_id: each.seconds for each in found[1:]} == {"killed": 1.0, "done": 3.0, "after": 3.0}
+
+
+def test_where_one_of_several_ranks_hangs_its_time_is_that_of_the_request() -> None:
+    later = of_the_same_process(pulled("later", "p2", at=60.0, rank=1))
+    written = [*on_rank(0, "done"), *on_rank(1, "reading"), *later]
+    (slowest, _) = slow(stories(histories(written)), 2)
+    assert (slowest.rank, slowest.seconds, slowest.state) == (1, 63.0, "reading")
