@@ -292,6 +292,22 @@ def test_a_long_sentence_is_one_line_in_a_pipe(tmp_path: Path) -> None:
         assert detail in run(*command, tmp_path), command
 
 
+def test_a_row_is_one_line_in_a_pipe_however_long_ids_are(tmp_path: Path) -> None:
+    """Such ids routers make."""
+    where = "cmpl-___prefill_addr_10.0.1.2:21001___decode_addr_10.0.1.3:22001_93923d63113b4b338973f24d19d4bf11"
+    records = [
+        msgspec.structs.replace(each, subject=f"{where}-{each.subject}", peer=each.peer and f"{'e' * 36}-{each.peer}")
+        if each.machine == "request"
+        else each
+        for each in faulty_run()
+    ]
+    write_run(tmp_path, records)
+    lines = run("slow", tmp_path).splitlines()
+    for each in as_json("slow", tmp_path):
+        (line,) = (line for line in lines if line.split()[:1] == [each["request_id"]])
+        assert all(part in line for part, _ in each["parts"])
+
+
 # --- check and errors -----------------------------------------------------------------------------------------------
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from connector.tools.cli.output import say, say_json, wall_clock
+from connector.tools.cli.output import PIPE_COLUMNS, say, say_json, wall_clock
 from connector.tools.cli.trace import records_about
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ JSON_SCHEMA = 1
 SERVED, BAD, UNASKED, UNKNOWN, WAITS = 0, 1, 2, 3, 4
 _EXIT_OF_OUTCOME = {"served": SERVED, "failed": BAD, "computed_locally": BAD, "not_read": BAD, "waiting": WAITS}
 MATCHES_SHOWN_MAX = 20
-PIPE_COLUMNS = 300
 
 Engines = Annotated[
     list[str] | None,

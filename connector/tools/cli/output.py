@@ -18,6 +18,10 @@ import typer
 
 LINE_LENGTH_MAX = 4000
 
+PIPE_COLUMNS = 100_000
+"""The width of what goes to a file or a pipe, where a table is as wide as it needs to be: nothing that is folded can be
+searched. Long ids, and what many engines hold, take some hundreds of columns."""
+
 _STEERS_IN_JSON = re.compile("[\x7f-\x9f\u2028\u2029]")
 """Control characters that JSON, other than those of ASCII, leaves as they are."""
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 
-from connector.tools.cli.output import plain, say, say_json, wall_clock
+from connector.tools.cli.output import PIPE_COLUMNS, plain, say, say_json, wall_clock
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -140,8 +140,7 @@ def _fail(sentence: str, status: int) -> NoReturn:
 def _console() -> Console:
     from rich.console import Console
 
-    # To a file or a pipe a table is as wide as it needs to be: a line that is cut cannot be searched.
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
 
 
 def _line(console: Console, text: str) -> None:
