@@ -78,8 +78,8 @@ R = TypeVar("R", bound=AnyRow)
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """What one worker said. `problem`: why it said nothing, or not all; `ran_out`: because it had begun to answer when
-    the time was over."""
+    """What one worker said. `problem`: why it said nothing, or not all; `ran_out`: because this tool has not asked on,
+    for the time was over when it had begun to answer, or when others of its engine had, or there are too many."""
 
     rank: tuple[int, int]
     advertisement: Advertisement | None = None
@@ -186,7 +186,8 @@ class EngineReport:
         if problem is None and not self.answers:
             problem, kind = self.refusal, failures.HandshakeRefused.__name__
         if problem is None:
-            asked = [rank for rank in self.ranks if rank.advertisement is not None and not rank.is_builtin]
+            # Also one that has not come to say who it is: what it knows of a request is not known either.
+            asked = [rank for rank in self.ranks if not rank.is_builtin]
             silent = sorted((rank for rank in asked if rank.problem is not None), key=lambda rank: rank.ran_out)
             if silent:
                 problem, ran_out = silent[0].problem, silent[0].ran_out
@@ -454,9 +455,13 @@ class Surveyor:
             try:
                 with trio.fail_at(deadline):
                     said = first if rank == wanted[0] else await advertisement(self._side_channel, address, rank)
-            except (trio.TooSlowError, NotAsked) as error:
-                why = error.sentence if isinstance(error, NotAsked) else "no answer"
-                reports[rank] = RankReport(rank=rank, problem=f"its handshake: {why}")
+            except trio.TooSlowError:
+                # The same task has answered for another rank.
+                problem = "its handshake: no answer in the time that was left: give it more (--timeout)"
+                reports[rank] = RankReport(rank=rank, problem=problem, ran_out=True)
+                return
+            except NotAsked as error:
+                reports[rank] = RankReport(rank=rank, problem=f"its handshake: {error.sentence}")
                 return
             reports[rank] = await self._ask_worker(address, rank, said, questions, deadline)
 
@@ -466,7 +471,7 @@ class Surveyor:
         left_out = next(ranks, None)
         if left_out is not None:
             problem = f"not asked, and none behind it: this tool asks {WORKERS_MAX} workers of an engine"
-            reports[left_out] = RankReport(rank=left_out, problem=problem)
+            reports[left_out] = RankReport(rank=left_out, problem=problem, ran_out=True)
         return [reports[rank] for rank in sorted(reports)]
 
     async def _ask_worker(

@@ -139,6 +139,21 @@ def test_an_engine_with_more_workers_than_are_asked_is_not_shown_as_a_whole(monk
     assert [each.rank for each in reports] == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]
     assert [each.problem for each in reports[:-1]] == [None] * 5
     assert reports[-1].problem == "not asked, and none behind it: this tool asks 5 workers of an engine"
+    assert [each.ran_out for each in reports] == [False] * 5 + [True]
+
+
+def test_a_rank_for_which_no_time_was_left_is_not_said_to_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = Advertisement(compatibility_hash="h", metadata=None, actor=facts(tp_size=2), error=None)
+    monkeypatch.setattr("connector.tools.live.advertisement", lambda *_: trio.sleep_forever())
+
+    async def test() -> list[RankReport]:
+        surveyor = Surveyor(Worker(0), 1.0, 1.0)  # type: ignore[arg-type]
+        return await surveyor._ask_ranks(PLACE, said, [], trio.current_time() + 1)
+
+    _, late = trio.run(test, clock=trio.testing.MockClock(autojump_threshold=0))
+    assert late.problem is not None
+    assert "(--timeout)" in late.problem
+    assert late.ran_out
 
 
 @pytest.mark.parametrize(("rows", "word"), [(0, "the process hangs"), (3, "has told 3 row(s), and not all")])

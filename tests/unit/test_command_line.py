@@ -620,7 +620,7 @@ def test_who_has_not_answered_is_told_with_the_first_reason_that_there_is() -> N
     told = [
         (replace(d, refusal="its device is gone"), None),
         (replace(d, ranks=(builtin,)), None),
-        (replace(d, ranks=(replace(mute, advertisement=None), *d.ranks)), None),
+        (replace(d, ranks=(replace(mute, advertisement=None), *d.ranks)), ("ControlLinkLost", mute.problem)),
         (replace(d, ranks=(*d.ranks, builtin, mute)), ("ControlLinkLost", "no answer from its worker")),
         (replace(d, ranks=(mute,), refusal="it ends"), ("HandshakeRefused", "it ends")),
         (replace(d, ranks=(mute,), problem="hangs", problem_kind="HandshakeTimeout"), ("HandshakeTimeout", "hangs")),
@@ -665,6 +665,17 @@ def test_why_says_which_engines_it_could_not_ask_whatever_it_has_found(monkeypat
         answer = runner.invoke(app, ["why", *arguments, "-e", "decode:5600"])
         assert answer.exit_code == status, answer.output
         assert said in answer.output
+
+
+def test_a_rank_that_had_no_time_to_say_who_it_is_may_not_have_loaded_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`vllm serve` is busy: its listener answers for one rank in time, and not for the other."""
+    served = [RecordRow(record=each, age_seconds=0.0) for each in reversed(pulled())]
+    d = engine("D", *served)
+    late = RankReport(rank=(0, 1), problem="its handshake: no answer in the time that was left", ran_out=True)
+    monkeypatch.setattr("connector.tools.live.look_up", lambda *_, **__: Survey([replace(d, ranks=(*d.ranks, late))]))
+    answer = runner.invoke(app, ["why", "abc"])
+    assert answer.exit_code == 4
+    assert answer.output.startswith("Loaded on rank 0, and whether it is on all others is not known")
 
 
 def test_who_names_no_address_is_told_how(monkeypatch: pytest.MonkeyPatch) -> None:
