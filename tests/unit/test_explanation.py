@@ -938,6 +938,22 @@ def test_where_one_rank_has_failed_that_is_the_cause_although_another_still_wait
     assert the_answer([*pulled(PULLED[:2]), *loaded], live).state == "reading"
 
 
+@pytest.mark.parametrize("ended", [pulled(), ended_with(LEASE_OVER)], ids=["done", "failed"])
+def test_where_one_rank_has_ended_and_the_records_of_another_were_overwritten_it_is_one_request(
+    ended: list[TransitionRecord],
+) -> None:
+    """As of one that has waited for long, on an engine that is busy; the ends of those that fail are kept longest."""
+    answer = the_answer(ended, said_by(Said("D", 1, row("reading", since_seconds=500.0).row)))
+    assert answer.outcome == "waiting"
+
+
+def test_one_whose_id_comes_again_is_not_the_one_that_ended() -> None:
+    (ended, lives) = find("abc", pulled(), said_by(row("reading", lease_number=2)))
+    assert (ended.requests, len(lives.requests)) == ([], 1)
+    (ended, lives) = find("abc", pulled(), said_by(row("reading")))
+    assert (ended.requests, len(lives.requests)) == ([], 1)
+
+
 def test_one_that_was_read_and_could_not_be_finished_has_failed() -> None:
     failure = failures.DeviceMemoryExhausted(error="CUDA out of memory")
     *before, last = pulled()

@@ -213,11 +213,18 @@ def _add_rows(text: str, cases: list[Case], live: Live, given: LeasesGiven) -> N
     by_request = {
         (each.engine_id, each.subject): case for case in cases for each in case.story.requests if not each.is_over
     }
+    # One rank may have ended while another, whose records were overwritten meanwhile, still waits for its READs.
+    by_rank_that_ended = {
+        (each.engine_id, each.subject, each.lease_key): case for case in cases for each in case.story.requests
+    }
     for said in live.of(RequestRow):
         row = said.row
         if text not in row.request_id and text not in row.remote_request_id:
             continue
         case = by_request.get((said.engine_id, row.request_id))
+        ended = by_rank_that_ended.get((said.engine_id, row.request_id, key_on_d(row)))
+        if case is None and ended is not None and all(each.rank != said.rank for each in ended.story.requests):
+            case = ended
         if case is None and (lent := only_lent.get(given.lent_as(key_on_d(row)))) is not None and _is_unread(lent):
             case = lent
         if case is None:
