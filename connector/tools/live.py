@@ -368,15 +368,15 @@ class Surveyor:
         found = await self._ask_all(dict.fromkeys(named, ()), questions, self._seconds)
         if not follow:
             return Survey(found)
-        further: dict[Address, tuple[str, ...]] = {}
+        further: dict[Address, dict[str, None]] = {}  # each name once, however many ranks tell of that place
         known_ids = {each.engine_id for each in found}
         for engine in found:
             for row in engine.of(PeerRow):
                 with contextlib.suppress(AddressError):
                     address = parse_address(row.address)
                     if address not in named and row.engine_id not in known_ids:
-                        further[address] = (*further.get(address, ()), engine.name)
-        chosen = dict(list(further.items())[: ENGINES_MAX - len(named)])
+                        further.setdefault(address, {})[engine.name] = None
+        chosen = {address: tuple(by) for address, by in list(further.items())[: ENGINES_MAX - len(named)]}
         more = await self._ask_all(chosen, questions, self._followed_seconds)
         return Survey([*found, *more])
 
