@@ -259,7 +259,7 @@ class Survey:
         return list(dict.fromkeys(name for names in meant for name in names if text not in name))
 
     def with_rows_of(self, other: Survey) -> Survey:
-        """The same engines, with what another survey has found of them beside it; each row once."""
+        """The same engines, with what a later survey has found of them beside it; what both have told, once."""
         more = {each.address: each for each in other.engines}
         return Survey([_merged(each, more[each.address]) if each.address in more else each for each in self.engines])
 
@@ -268,8 +268,11 @@ def _merged(engine: EngineReport, more: EngineReport) -> EngineReport:
     further = {rank.rank: rank for rank in more.ranks}
     ranks = []
     for rank in engine.ranks:
-        rows = {row.identity: row for row in (*rank.rows, *(further[rank.rank].rows if rank.rank in further else ()))}
-        ranks.append(replace(rank, rows=tuple(rows.values())))
+        # The later answer counts, of what both tell. Two rows of one answer stay, though they may be about the same:
+        # requests that describe an engine by unlike sizes make two peers.
+        later = {row.identity: row for row in (further[rank.rank].rows if rank.rank in further else ())}
+        rows = (*(row for row in rank.rows if row.identity not in later), *later.values())
+        ranks.append(replace(rank, rows=rows))
     return replace(engine, ranks=tuple(ranks))
 
 

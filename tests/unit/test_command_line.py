@@ -16,9 +16,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+import trio
 from rich.console import Console, Group
 from typer.testing import CliRunner
 
@@ -28,16 +30,16 @@ from connector.tools.asking import Address, AddressError, chosen_addresses, pars
 from connector.tools.cli.live import _fitted
 from connector.tools.cli.main import app
 from connector.tools.cli.tables import tables
-from connector.tools.explanation import Live
-from connector.tools.live import EngineReport, RankReport, Survey
+from connector.tools.explanation import Live, live_of
+from connector.tools.live import EngineReport, RankReport, Survey, Surveyor, opened_surveyor
 from connector.wire.administration import MeetReport, PlaceRow
 from connector.wire.handshake import Advertisement
-from connector.wire.inspection import AnyRow, EngineCounts, RecordRow, RequestRow
+from connector.wire.inspection import AnyRow, EngineCounts, PeerRow, RecordRow, RequestRow
 from statemachine.failures import AbortedByClient, FirstReadNeverEnded, Incompatible
 from statemachine.trace import TransitionRecord
 from tests.rig.network import free_port
 from tests.unit.test_diagnosis import engine
-from tests.unit.test_explanation import LENT, ended_with, lent, peer_row, pulled, row
+from tests.unit.test_explanation import LENT, ended_with, lent, peer_row, pulled, row, the_answer
 from tests.unit.test_failures import EXAMPLES
 
 runner = CliRunner()
@@ -633,6 +635,33 @@ def test_who_has_not_answered_is_told_with_the_first_reason_that_there_is() -> N
         *("its device is gone", "it is built in", "no answer from its worker"),
         *("it is built in", "it ends", "hangs"),
     ]
+
+
+def test_of_two_connections_to_one_engine_none_is_lost_where_it_is_asked_again() -> None:
+    """Requests that describe it by unlike sizes make two; engines are asked again where an id on P is another."""
+    waits, fails = peer_row("handshaking"), peer_row("backoff", failure="BadParams", requests=0)
+    said = engine("D", waits.row, fails.row, row("pending_handshake").row)
+    found = Survey([said]).with_rows_of(Survey([engine("D", row("pending_handshake", since_seconds=9.0).row)]))
+    _, live = live_of(found.rows())
+    assert [each.row.state for each in live.of(PeerRow)] == ["handshaking", "backoff"]
+    assert [each.row.since_seconds for each in live.of(RequestRow)] == [9.0]
+    assert "handshake" in the_answer([], live).cause
+
+
+def test_an_engine_is_named_once_by_another_whose_ranks_all_read_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    (rank,) = engine("D", peer_row("ready").row).ranks
+    d = replace(engine("D"), ranks=tuple(replace(rank, rank=(0, number)) for number in range(4)))
+
+    async def found(self: Surveyor, address: Address, named_by: tuple[str, ...], *_: Any) -> EngineReport:
+        return replace(d, address=address) if not named_by else EngineReport(address=address, named_by=named_by)
+
+    monkeypatch.setattr(Surveyor, "_ask_engine", found)
+
+    async def test() -> Survey:
+        async with opened_surveyor() as surveyor:
+            return await surveyor.survey([Address("127.0.0.1", 5600)], [])
+
+    assert [each.named_by for each in trio.run(test).engines] == [(), ("D",)]
 
 
 # --- workers that do not answer ---------------------------------------------------------------------------------------
