@@ -14,4 +14,5 @@ conformance      whether the records are what the machines allow
 timeline         requests as a page
 perfetto         requests as a file for Perfetto
 durations        how long something took, in words
+names            engines in a sentence, of a fleet too
 """

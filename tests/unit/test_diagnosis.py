@@ -14,7 +14,10 @@ from typer.testing import CliRunner
 from connector.observe.advice import WHAT_TO_DO
 from connector.tools.asking import Address
 from connector.tools.cli.main import app
+from connector.tools.cli.output import plain
 from connector.tools.diagnosis import RECORDS_ASKED, Finding, diagnose, leases_to_look_for
+from connector.tools.diagnosis.fit import settings
+from connector.tools.diagnosis.reachable import unanswered
 from connector.tools.live import EngineReport, Question, RankReport, Survey
 from connector.tools.ucx_devices import Opened, Transport
 from connector.wire.handshake import Advertisement
@@ -551,6 +554,24 @@ def test_requests_that_failed_are_told_by_kind_with_an_example_and_what_to_do(
     assert f"d: {failed} of {failed + done} request(s) that ended in the last 5 s" in finding.what
     assert f"LeaseOver {failed - 1}, LeaseNotProven 1; the last LeaseOver was r" in finding.what
     assert finding.advice.startswith(f"LeaseOver: {WHAT_TO_DO['LeaseOver']}; nixl-actor why r")
+
+
+def test_in_a_large_fleet_the_engine_that_differs_and_what_is_wrong_stand_in_one_line() -> None:
+    names = [f"{'e' * 36}{number}" for number in range(150)]
+    options = FACTS.options | {"kv_lease_duration": "20"}
+    other = engine("other", options=options)
+    (finding,) = [
+        each
+        for each in settings(
+            [*(engine(name, options=FACTS.options | {"kv_lease_duration": "30"}) for name in names), other]
+        )
+        if each.check == "leases"
+    ]
+    assert "and 142 more, and 20 on other" in plain(finding.what)
+    assert len(finding.engines) == 151
+    silent = EngineReport(address=Address("h", 1), problem="it hangs", problem_kind="", named_by=tuple(names))
+    (finding,) = unanswered(Survey([silent]))
+    assert plain(finding.what).endswith("and 142 more): it hangs")
 
 
 def test_the_command_for_a_request_can_be_pasted_whatever_its_client_calls_it() -> None:

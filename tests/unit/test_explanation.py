@@ -27,6 +27,7 @@ from connector.observe.advice import (
 from connector.observe.catalogue import LOCAL_PREFILLS
 from connector.observe.traced import QUEUED
 from connector.tools.asking import Address
+from connector.tools.cli.output import plain
 from connector.tools.course import brought_together
 from connector.tools.explanation import Case, Explanation, Live, Said, explain, explain_nothing, find
 from connector.tools.explanation.not_read import LEASE_WAITING, NOTHING_READ
@@ -1033,6 +1034,14 @@ def test_nothing_found_says_what_was_looked_at() -> None:
     for word in ("'abc'", "D at h:2", "40 s", "h:1", "nothing listens there", "never sent it", *queues):
         assert word in said
     assert "--trace" not in said
+
+
+def test_nothing_found_in_a_large_fleet_says_in_one_line_who_could_not_be_asked_and_what_that_may_mean() -> None:
+    silent = [Silent(address=f"d{number}:5600", engine_id=None, kind="", problem="it hangs") for number in range(30)]
+    looked_at = [f"{'d' * 36}{number} at 10.0.0.{number}:5600" for number in range(250)]
+    said = plain(explain_nothing("abc", said_by(engine_row("D"), silent=tuple(silent)), looked_at))
+    for words in ("and 242 more", "d0:5600 could not be asked: it hangs", "Nor could 22 more", "D had it cached"):
+        assert words in said
 
 
 def test_a_case_without_anything_has_no_name() -> None:

@@ -10,6 +10,7 @@ from connector import DISTRIBUTION
 from connector.tools.diagnosis.finding import UNSET, Finding, Level, facts_of, first_facts
 from connector.tools.durations import duration
 from connector.tools.live import EngineReport, Survey
+from connector.tools.names import some_of
 from connector.wire.handshake import SAME_HASH, incompatibilities
 from connector.wire.identity import NOT_PACKED, Difference
 from connector.wire.inspection import START_DATE
@@ -149,6 +150,6 @@ def _differing(
             level=level,
             check=check,
             engines=tuple(name for names in engines_of.values() for name in names),
-            what=f"{field} is " + ", and ".join(f"{value} on {', '.join(of)}" for value, of in engines_of.items()),
+            what=f"{field} is " + ", and ".join(f"{value} on {some_of(of)}" for value, of in engines_of.items()),
             advice=advice,
         )

@@ -11,6 +11,7 @@ from connector.observe.advice import NIXL_HANGS, NIXL_HANGS_ADVICE, WHAT_TO_DO
 from connector.tools.asking import Address
 from connector.tools.diagnosis.finding import Finding, facts_of, first_facts, host_of
 from connector.tools.live import EngineReport, Survey
+from connector.tools.names import some_of
 from connector.wire.handshake import worker_name
 from connector.wire.inspection import (
     EngineRow,
@@ -34,7 +35,7 @@ def unanswered(found: Survey) -> Iterator[Finding]:
         if (has_left := _has_left(engine, found)) is not None:
             yield has_left
         elif engine.problem is not None:
-            by = f" (named by {', '.join(engine.named_by)})" if engine.named_by else ""
+            by = f" (named by {some_of(engine.named_by)})" if engine.named_by else ""
             kind = engine.problem_kind or ""
             yield Finding(
                 level="problem",
@@ -82,7 +83,7 @@ def _has_left(engine: EngineReport, found: Survey) -> Finding | None:
     if not rows or any(not left_in_peace(row) for row in rows):
         return None
     names = ", ".join(sorted({row.engine_id for row in rows}))
-    what = f"{names} at {engine.address} (named by {', '.join(engine.named_by)}) has ended, as it had said"
+    what = f"{names} at {engine.address} (named by {some_of(engine.named_by)}) has ended, as it had said"
     return Finding(level="note", check="answers", engines=(str(engine.address),), what=what)
 
 
@@ -121,7 +122,7 @@ def _used_by_several(engine_id: str, reports: Sequence[EngineReport]) -> Iterato
         else:
             known |= found_here
     if len(processes) > 1:
-        where = ", ".join(str(report.address) for report in reports)
+        where = some_of(str(report.address) for report in reports)
         yield Finding(
             level="problem",
             check="engine ids",
@@ -215,7 +216,7 @@ def _found_twice(engine_id: str, reports: Sequence[EngineReport]) -> Iterator[Fi
             by_process.setdefault((facts.host_name, facts.process_id, facts.side_channel), []).append(report)
     for (host_name, process_id, side_channel), same in by_process.items():
         if len(same) > 1:
-            where = ", ".join(str(each.address) for each in same)
+            where = some_of(str(each.address) for each in same)
             yield Finding(
                 level="problem",
                 check="one engine",

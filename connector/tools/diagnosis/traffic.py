@@ -12,6 +12,7 @@ from connector.tools.diagnosis.finding import Finding, about, facts_of
 from connector.tools.diagnosis.reachable import left_in_peace
 from connector.tools.durations import duration
 from connector.tools.live import EngineReport, RankReport, Survey
+from connector.tools.names import some_of
 from connector.wire.handshake import worker_name
 from connector.wire.inspection import (
     EngineRow,
@@ -93,7 +94,7 @@ def blocks(engines: Sequence[EngineReport]) -> Iterator[Finding]:
         rows = engine.of(QuarantineRow)
         if rows:
             blocks, total = quarantined_blocks(rows), next((f.blocks for f in facts_of(engine)), 0)
-            peers = ", ".join(sorted({row.peer for row in rows}))
+            peers = some_of(sorted({row.peer for row in rows}))
             what = f"{blocks} of {total} KV blocks are quarantined: READs from {peers} have not ended"
             yield about(engine, "quarantine", "problem", what, WHAT_TO_DO["Quarantined"])
 
@@ -163,7 +164,7 @@ def local_prefills(engines: Sequence[EngineReport], leaving: Sequence[str]) -> I
                 f"prompts itself, with HTTP 200{last}"
             )
             if leaving:
-                what += f"; {', '.join(leaving)} drains, and answers without them"
+                what += f"; {some_of(leaving)} drains, and answers without them"
             advice = WHAT_TO_DO[NO_PARAMETERS]
         yield Finding(
             level="note" if engine.role == "kv_both" else "problem" if is_many else "warning",
@@ -218,7 +219,7 @@ def releases(found: Survey, looked_for: Collection[str]) -> Iterator[Finding]:
                 unread.add(row.record.subject)
             else:
                 unknown.add(row.record.subject)
-        names = ", ".join(each.name for each in readers)
+        names = some_of(each.name for each in readers)
         if one_sided:
             yield about(
                 engine,
@@ -232,7 +233,7 @@ def releases(found: Survey, looked_for: Collection[str]) -> Iterator[Finding]:
             yield about(engine, "expired leases", "warning", what, WHAT_TO_DO[LeaseExpired.__name__])
         if unknown:
             why = f"the records of {names} do not reach back so far" if readers else "no decode engine was asked"
-            if silent := ", ".join(each.name for each in readers if not each.answers):
+            if silent := some_of(each.name for each in readers if not each.answers):
                 why = f"{silent} could not be asked"
             yield about(
                 engine,

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from connector.observe.history import LeaseKey
+from connector.tools.names import some_of
 from connector.wire.inspection import (
     AnyRow,
     EngineFacts,
@@ -67,7 +68,7 @@ class Live:
 
     def quarantined_from(self, decode_id: str) -> str:
         """The engines because of which blocks of this one are in quarantine now, in words; empty: there are none."""
-        return ", ".join(sorted({each.row.peer for each in self.of(QuarantineRow) if each.engine_id == decode_id}))
+        return some_of(sorted({each.row.peer for each in self.of(QuarantineRow) if each.engine_id == decode_id}))
 
     def age_of(self, record: TransitionRecord) -> float | None:
         """Seconds between a step and the answer in which a running engine has told it; None: none has."""
