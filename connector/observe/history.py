@@ -266,7 +266,9 @@ def histories(records: Iterable[TransitionRecord]) -> list[History]:
     latest: dict[tuple[object, ...], list[TransitionRecord]] = {}
     instances: list[list[TransitionRecord]] = []
     for record in records:
-        key = (record.engine_id, record.role, record.rank, record.machine, record.peer, record.subject)
+        # With the number: D may still release a lease of this id when P has lent under it once more.
+        names = (record.machine, record.peer, record.subject, record.lease_number)
+        key = (record.engine_id, record.role, record.rank, *names)
         if record.from_state is None or key not in latest:
             latest[key] = []
             instances.append(latest[key])

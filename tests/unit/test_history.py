@@ -104,6 +104,23 @@ def test_a_request_id_that_p_gives_twice_names_two_leases() -> None:
         assert [each.records[0].lease_number for each in story.leases] == [number]
 
 
+def test_a_hold_that_is_still_released_is_not_the_next_one_of_the_same_id() -> None:
+    steps = (
+        (None, "Created", "wanted"),
+        ("wanted", "HeldByPeer", "held"),
+        ("held", "Unwanted", "releasing"),
+        ("releasing", "ReleaseConfirmed", "released"),
+    )
+    fields = {"peer": "P", "remote_request_id": "p"}
+    written = records("hold", "D", "p/0", steps, **fields)
+    written += records("hold", "D", "p/0", steps[:2], at=2.5, lease_number=2, **fields)
+    written.sort(key=lambda record: record.mono_ns)
+    assert [each.states for each in histories(written)] == [
+        ("wanted", "held", "releasing", "released"),
+        ("wanted", "held"),
+    ]
+
+
 def test_parameters_without_a_number_name_the_lease_if_p_has_given_its_id_once() -> None:
     written = [*records("lease", "P", "a-p", LENT, lease_number=5), *pulled("a-d", "a-p", lease_number=0)]
     (story,) = stories(histories(written))
