@@ -97,6 +97,8 @@ def why(
         from connector.wire.inspection import MATCH_LENGTH_MAX
 
         addresses = _addresses(engine)
+        if request != request.encode("utf-8", "replace").decode():
+            raise typer.BadParameter("this is not UTF-8, as ids of requests are; give a part of the id that is")
         if len(request) > MATCH_LENGTH_MAX:
             raise typer.BadParameter(
                 f"engines are asked for at most {MATCH_LENGTH_MAX} characters; give a part of the id"
