@@ -707,6 +707,24 @@ def test_a_rank_that_had_no_time_to_say_who_it_is_may_not_have_loaded_it(monkeyp
     assert answer.output.startswith("Loaded on rank 0, and whether it is on all others is not known")
 
 
+def test_where_one_engine_knows_nothing_and_another_is_silent_what_has_failed_is_not_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ill = replace(engine("ill"), address=Address("ill", 5600), ranks=(), problem="it does not answer")
+    monkeypatch.setattr("connector.tools.live.look_up", lambda *_, **__: Survey([engine("D"), ill]))
+    for arguments, status in ((("abc",), 3), (("abc", "--failed"), 2), (("abc", "--failed", "--json"), 2)):
+        answer = runner.invoke(app, ["why", *arguments, "-e", "decode:5600"])
+        assert answer.exit_code == status, answer.output
+        assert "ill:5600 could not be asked" in answer.output
+
+
+def test_an_id_that_is_no_text_is_refused_in_a_line() -> None:
+    """As of a terminal with another encoding."""
+    answer = runner.invoke(app, ["why", "cmpl-\udce9", "-e", "127.0.0.1:1"])
+    assert answer.exit_code == 2
+    assert "not UTF-8" in answer.output
+
+
 def test_who_names_no_address_is_told_how(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NIXL_ACTOR_ENGINES", raising=False)
     ill = replace(engine("ill"), ranks=(), problem="nothing listens there")

@@ -119,7 +119,7 @@ def why(
     if not explanations:
         nothing = explain_nothing(request, live, looked_at, is_trace=trace is not None)
         _print_json({"matches": [], "nothing": nothing}) if json else say(nothing)
-        raise typer.Exit(UNKNOWN)
+        raise typer.Exit(UNASKED if failed and live.silent else UNKNOWN)  # what has failed there is not known
     if failed:
         explanations = [each for each in explanations if _went_wrong(each)]
     silent = facts_of_silent(live)
