@@ -149,6 +149,15 @@ def test_any_of_its_ids_finds_a_request_and_another_one_finds_none(calm: Path) -
     assert "is called nobody-knows" in run("show", "nobody-knows", calm, status=1)
 
 
+@pytest.mark.parametrize("options", [(), ("--json",)], ids=["text", "json"])
+def test_how_many_more_have_it_in_their_ids_is_said(calm: Path, options: tuple[str, ...]) -> None:
+    requests = as_json("summary", calm)["requests"]
+    result = CliRunner().invoke(app, ["trace", "show", "", str(calm), *options])
+    assert requests > 10
+    said = result.stderr if options else result.stdout
+    assert "more requests have " in said
+
+
 def test_a_request_is_shown_as_from_all_records_though_few_are_decoded(
     faulty: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

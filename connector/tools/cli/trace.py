@@ -250,8 +250,13 @@ def show(
         _fail(f"no request in {directory} is called {request}", NOTHING_FOUND)
     at = clocks(known)
     courses = [course(story, at, told) for story in found[:CANDIDATES_MAX]]
+    left_out = (
+        f"{len(found) - len(courses)} more requests have {request} in their ids" if len(found) > len(courses) else ""
+    )
     if json:
         say_json([[_moment(each) for each in one.moments] for one in courses])
+        if left_out:
+            say(left_out, err=True)
         return
     console = _console()
     for story, one in zip(found, courses, strict=False):
@@ -272,8 +277,8 @@ def show(
             moved = f"was moved by {seconds * 1e3:+.1f} ms to agree with the others"
             console.print(_text(f"  the clock of {process} {moved}"))
         console.print()
-    if len(found) > len(courses):
-        console.print(_text(f"{len(found) - len(courses)} more requests have {request} in their ids"))
+    if left_out:
+        console.print(_text(left_out))
 
 
 def _describe(console: Console, story: Story) -> None:
