@@ -34,7 +34,7 @@ from connector.tools.explanation import Live, live_of
 from connector.tools.live import EngineReport, RankReport, Survey, Surveyor, opened_surveyor
 from connector.wire.administration import MeetReport, PlaceRow
 from connector.wire.handshake import Advertisement
-from connector.wire.inspection import AnyRow, EngineCounts, PeerRow, RecordRow, RequestRow
+from connector.wire.inspection import AnyRow, EngineCounts, PeerRow, ReadRow, RecordRow, RequestRow
 from statemachine.failures import AbortedByClient, FirstReadNeverEnded, Incompatible
 from statemachine.trace import TransitionRecord
 from tests.rig.network import free_port
@@ -723,6 +723,19 @@ def test_an_id_that_is_no_text_is_refused_in_a_line() -> None:
     answer = runner.invoke(app, ["why", "cmpl-\udce9", "-e", "127.0.0.1:1"])
     assert answer.exit_code == 2
     assert "not UTF-8" in answer.output
+
+
+def test_what_is_wrong_is_not_among_the_rows_that_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(age_seconds: float) -> ReadRow:
+        return ReadRow(request_id="r", read=0, peer="P", age_seconds=age_seconds, descriptors=1, is_posted=True)
+
+    busy = engine("busy", *[peer_row("ready").row] * 60, *[read(0.5)] * 60)
+    ill = engine("ill", peer_row("backoff").row, read(59.0))
+    monkeypatch.setattr("connector.tools.live.survey", lambda *_, **__: Survey([busy, ill]))
+    said = runner.invoke(app, ["ps", "decode:5600"]).output
+    for words in (("backoff",), ("59", "s")):
+        (line,) = [each for each in said.splitlines() if set(words) <= set(each.split())]
+        assert line.startswith("ill/0")
 
 
 def test_who_names_no_address_is_told_how(monkeypatch: pytest.MonkeyPatch) -> None:

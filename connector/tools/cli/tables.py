@@ -40,7 +40,7 @@ class _Columns(NamedTuple, Generic[R]):
 
     Attributes:
         cells: by the head of its column, what a row has there.
-        order: by what rows are sorted; None: as they were told.
+        order: by what rows are sorted, so that none is cut off that is asked for; None: as they were told.
     """
 
     title: str
@@ -189,6 +189,9 @@ _ENGINE_CELLS: dict[str, Callable[[EngineReport, RankReport, EngineRow], object]
     "problem": _problem,
 }
 
+_NOT_CONNECTED = frozenset({"backoff", "incompatible", "draining", "disconnecting"})
+"""States of peers with which something is wrong now. They come first: many more may be well, and are cut off."""
+
 _PEERS = _Columns(
     "Peers",
     PeerRow,
@@ -206,6 +209,7 @@ _PEERS = _Columns(
         "loading blocks": lambda row: row.loading_blocks,
         "quarantined blocks": lambda row: row.quarantined_blocks,
     },
+    order=lambda row: row.state not in _NOT_CONNECTED,
 )
 _REQUESTS = _Columns(
     "Requests",
@@ -235,6 +239,7 @@ _LEASES = _Columns(
         "blocks": lambda row: row.blocks,
         "held by (ranks done)": _holders,
     },
+    order=lambda row: -(row.since_seconds or 0),
 )
 _READS = _Columns(
     "READs",
@@ -247,6 +252,7 @@ _READS = _Columns(
         "descriptors": lambda row: row.descriptors,
         "posted": lambda row: row.is_posted,
     },
+    order=lambda row: -row.age_seconds,
 )
 _QUARANTINED = _Columns(
     "Quarantined blocks",
@@ -258,6 +264,7 @@ _QUARANTINED = _Columns(
         "READs": lambda row: row.reads,
         "since": lambda row: _age(row.since_seconds),
     },
+    order=lambda row: -row.since_seconds,
 )
 _LOCAL_PREFILLS = _Columns(
     "Computed here",
