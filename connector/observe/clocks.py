@@ -156,7 +156,10 @@ def lease_of_each_hold(story: Story) -> list[History | None]:
     for rank, holds in of_rank.items():
         first = 0 if len(holds) >= len(leases) else rank * len(leases) // ranks_of_d
         for held in holds:
-            number = first + int(held.subject.rpartition("/")[2])
+            partner = held.subject.rpartition("/")[2]
+            if not partner.isdecimal():
+                continue  # somebody has put other ids into the trace
+            number = first + int(partner)
             if number < len(leases):
                 found[id(held)] = leases[number]
     return [found.get(id(held)) for held in story.holds]

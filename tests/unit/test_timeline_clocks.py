@@ -116,6 +116,14 @@ def test_simulated_clocks_are_found_to_within_what_drift_allows() -> None:
     assert max(errors) - min(errors) < 0.2
 
 
+def test_of_a_hold_whose_name_says_no_rank_the_lease_is_not_known() -> None:
+    """Ids are put into traces that are given away."""
+    written = [msgspec.structs.replace(each, subject="x") if each.machine == "hold" else each for each in trace(5)]
+    told = stories(histories(written))
+    assert {lease for story in told for lease in lease_of_each_hold(story)} == {None}
+    assert clocks(told)
+
+
 def story_of(ranks_of_d: int, holds_of_each: int, ranks_of_p: int) -> Story:
     def record(machine: str, engine_id: str, rank: int, subject: str) -> TransitionRecord:
         return TransitionRecord(
