@@ -339,7 +339,9 @@ class Loads:
             # Their turn may be far off; what they need is kept for them as for all whose load has failed.
             for request_id in list(self._by_state[State.WITHOUT_ROOM]):
                 self._step(request_id, machine.RoomReturned())
-        self._lets_pass = bool(self._offered) and len(self._by_state[State.TO_COMPUTE]) > 0
+        # A failed one may not have asked yet: vLLM skips it while others have taken all places for adapters (LoRA).
+        behind = len(self._by_state[State.FAILED]) + len(self._by_state[State.TO_COMPUTE])
+        self._lets_pass = bool(self._offered) and behind > 0
         self._offered.clear()
 
     # --- loads ------------------------------------------------------------------------------------------------------

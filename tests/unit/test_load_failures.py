@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import pytest
 from vllm.distributed.kv_events import BlockStored
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.lora.request import LoRARequest
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
@@ -20,7 +22,7 @@ from connector.protocol import QuarantineLifted, ReceiveEnded
 from connector.step_metadata import WorkerReport
 from connector.worker.ledger import TransferLedger
 from statemachine.failures import AbortedByClient, BadParams
-from tests.unit.hybrid_engine import HybridEngine, full, mla, replayed, ring, state, tokens_of, window
+from tests.unit.hybrid_engine import REMOTE_DECODE, HybridEngine, full, mla, replayed, ring, state, tokens_of, window
 from tests.unit.log_lines import listening
 
 FAMILIES: dict[str, Callable[[], Sequence[KVCacheSpec]]] = {
@@ -328,6 +330,25 @@ def test_failed_loads_are_computed_although_loads_of_higher_priority_find_too_fe
     assert decode.finished.keys() == failing.keys() | urgent.keys()
     assert {decode.computed[name] for name in failing} == {80}
     assert {decode.computed[name] for name in urgent} == {1}, "their KV was loaded"
+
+
+def test_nor_do_they_wait_for_one_when_the_places_for_adapters_were_taken_as_they_failed() -> None:
+    """vLLM does not ask then, and takes them out of the queue of those that hold blocks all the same."""
+    prefill = HybridEngine([full()])
+    decode = HybridEngine([full()], blocks=1 + 10, recomputes=True, policy="priority")
+    decode.scheduler.lora_config = SimpleNamespace(max_loras=1)
+    one, other = (LoRARequest(f"adapter {number}", number, f"/nowhere/{number}") for number in (1, 2))
+    failing, urgent = TOKENS[:80], tokens_of(96, seed=1)
+    prefill.run("failing", failing, REMOTE_DECODE, lora_request=one)
+    prefill.prefill("urgent", urgent)
+    decode.load("failing", failing, prefill.params["failing"], priority=2, lora_request=one)
+    decode.submit("local", tokens_of(5, seed=2), None, max_tokens=4, priority=1, lora_request=other)
+    decode.step()
+    decode.submit("urgent", urgent, prefill.params["urgent"])
+    decode.step(KVConnectorOutput(finished_recving={"failing"}, failed_recving={"failing"}))
+    for _ in range(20):
+        decode.step(KVConnectorOutput(finished_recving={"urgent"} & decode.loading))
+    assert list(decode.finished) == ["local", "failing", "urgent"]
 
 
 def test_nobody_but_failed_loads_passes_one_that_finds_too_few_blocks() -> None:
