@@ -1158,12 +1158,21 @@ SCHEDULER = (
         changes=(
             Edit(
                 Loads._begin_step,
-                "self._lets_pass = bool(self._offered) and len(self._by_state[State.TO_COMPUTE]) > 0",
+                "self._lets_pass = bool(self._offered) and behind > 0",
                 "pass",
             ),
         ),
         place=ByTest(
             LOAD_FAILURES + "::test_failed_loads_are_computed_although_loads_of_higher_priority_find_too_few_blocks"
+        ),
+    ),
+    Mutant(
+        name="a load lets those that have asked pass alone",
+        row=60,
+        broken="a load that has failed, and was skipped for want of a place for its adapter, waits for one before it",
+        changes=(Edit(Loads._begin_step, "len(self._by_state[State.FAILED]) + ", ""),),
+        place=ByTest(
+            LOAD_FAILURES + "::test_nor_do_they_wait_for_one_when_the_places_for_adapters_were_taken_as_they_failed"
         ),
     ),
 )
