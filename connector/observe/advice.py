@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import shlex
 
+from connector.wire.bounded import IDENTIFIER_PART_PATTERN
 from statemachine.failures import ADVICE_FOLLOWS, Failure, Incompatible
 
 NO_PARAMETERS = "NoTransferParams"
@@ -197,7 +198,7 @@ def advice_of(failure: Failure) -> str:
 
 NAMED_LENGTH_MAX = 200
 """Characters of an id in a command."""
-_NAMED = re.compile(r"[^\x00-\x1f\x7f-\x9f\ud800-\udfff]+")
+_NAMED = re.compile(IDENTIFIER_PART_PATTERN)
 
 
 def why_command(request_id: str) -> str:

@@ -112,7 +112,7 @@ class _Pair:
 def clocks(stories: Iterable[Story]) -> dict[int, Clock]:
     """The clock of each history, by `id(history)`; histories of one process share theirs."""
     stories = list(stories)
-    by_history = _lives(stories)
+    by_history = _clocks_of_lives(stories)
     together = _by_engine(_paired(stories, by_history))
     _place(together)
     _follow(by_history.values(), together)
@@ -184,7 +184,7 @@ def first_record(history: History, event: str) -> TransitionRecord | None:
     return next((record for record in history.records if record.event == event), None)
 
 
-def _lives(stories: Sequence[Story]) -> dict[int, Clock]:
+def _clocks_of_lives(stories: Sequence[Story]) -> dict[int, Clock]:
     found: dict[int, Clock] = {}
     for life in lives(stories):
         first = life[0].records[0]

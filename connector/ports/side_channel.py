@@ -11,8 +11,7 @@ Contract
 * `ask` raises `PortRefused` as soon as an attempt to connect fails: nobody listens on that port, or there is no way to
   the host; and when the process that listened there ends before it has greeted. It raises `ConnectionEnded` as soon as
   the connection ends later, unless the reply has come, and when it has ended before and the process goes on, and says
-  nothing over another one. A host that does not answer at all is a matter of the caller's
-  timeout.
+  nothing over another one. A host that does not answer at all is a matter of the caller's timeout.
 * A side channel may have keys, and be restricted to address ranges. `ask` raises `AccessRefused`, before it connects,
   for an address outside of them, and as soon as the other end does not let it in, or cannot prove that it has a key
   that is accepted here. From a process that a listener does not let in, nothing is handed out, and nothing is

@@ -73,6 +73,9 @@ WORKERS_MAX = 256
 ROWS_TOTAL_MAX = 20_000
 """How many rows of one kind are taken from one worker."""
 
+NOT_CONNECTED = frozenset({"backoff", "incompatible", "draining", "disconnecting"})
+"""States of peers with which something is wrong now."""
+
 R = TypeVar("R", bound=AnyRow)
 
 

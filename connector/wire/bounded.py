@@ -21,7 +21,8 @@ from msgspec import Meta
 RENDERED_LENGTH_MAX = 80
 """Longest text that an error message quotes from untrusted input, in characters."""
 
-IDENTIFIER_PATTERN = r"\A[^\x00-\x1f\x7f-\x9f\ud800-\udfff]+\Z"
+IDENTIFIER_PART_PATTERN = r"[^\x00-\x1f\x7f-\x9f\ud800-\udfff]+"
+IDENTIFIER_PATTERN = rf"\A{IDENTIFIER_PART_PATTERN}\Z"
 """Engine, request and layer names: at least one character, no control characters, encodable as UTF-8."""
 
 HOST_PATTERN = r"\A[A-Za-z0-9_.:%\[\]-]+\Z"

@@ -12,7 +12,7 @@ from rich.table import Table
 from connector.observe.advice import NIXL_HANGS
 from connector.tools.cli.output import plain
 from connector.tools.durations import duration
-from connector.tools.live import EngineReport, RankReport, Survey
+from connector.tools.live import NOT_CONNECTED, EngineReport, RankReport, Survey
 from connector.wire.inspection import (
     AnyRow,
     EngineRow,
@@ -189,9 +189,6 @@ _ENGINE_CELLS: dict[str, Callable[[EngineReport, RankReport, EngineRow], object]
     "problem": _problem,
 }
 
-_NOT_CONNECTED = frozenset({"backoff", "incompatible", "draining", "disconnecting"})
-"""States of peers with which something is wrong now. They come first: many more may be well, and are cut off."""
-
 _PEERS = _Columns(
     "Peers",
     PeerRow,
@@ -209,7 +206,7 @@ _PEERS = _Columns(
         "loading blocks": lambda row: row.loading_blocks,
         "quarantined blocks": lambda row: row.quarantined_blocks,
     },
-    order=lambda row: row.state not in _NOT_CONNECTED,
+    order=lambda row: row.state not in NOT_CONNECTED,  # many more may be well, and are cut off
 )
 _REQUESTS = _Columns(
     "Requests",

@@ -11,7 +11,7 @@ from connector.observe.history import LeaseKey, LeasesGiven
 from connector.tools.diagnosis.finding import Finding, about, facts_of
 from connector.tools.diagnosis.reachable import left_in_peace
 from connector.tools.durations import duration
-from connector.tools.live import EngineReport, RankReport, Survey
+from connector.tools.live import NOT_CONNECTED, EngineReport, RankReport, Survey
 from connector.tools.names import some_of
 from connector.wire.handshake import worker_name
 from connector.wire.inspection import (
@@ -54,7 +54,7 @@ def peers(engines: Sequence[EngineReport]) -> Iterator[Finding]:
                     met.setdefault((row.engine_id, row.state, row.failure), {})[rank.rank] = row
         for (engine_id, state, failure), rows in met.items():
             # Who is not allowed is not by the next attempt either, unless somebody changes keys or addresses.
-            is_now = failure == NotAllowed.__name__ or state in ("backoff", "incompatible", "draining", "disconnecting")
+            is_now = failure == NotAllowed.__name__ or state in NOT_CONNECTED
             detail, advice = told(failure, next(iter(rows.values())).detail)
             what = f"{engine.name}: prefill engine {engine_id} is {state}: {failure}: {detail}{_on(rows, engine)}"
             yield Finding(

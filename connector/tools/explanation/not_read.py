@@ -29,7 +29,7 @@ from connector.tools.explanation.answer import (
 )
 from connector.tools.explanation.cases import Case
 from connector.tools.explanation.rows import Live, Said
-from connector.tools.names import some_of
+from connector.tools.names import NAMES_MAX, some_of
 from connector.wire.inspection import EngineRow, LocalPrefillRow
 from statemachine import hold
 from statemachine.failures import LeaseExpired
@@ -238,9 +238,6 @@ def _say_who_leaves(leaving: Sequence[str]) -> str:
     return f"{some_of(leaving)} drains, and answers prefills that come since then without kv_transfer_params"
 
 
-SILENT_NAMED_MAX = 8
-"""Engines that could not be asked, with why, in a text that would be cut where it is too long."""
-
 TRACE_LACKS = (
     " Or it came without kv_transfer_params and was computed where it came to: traces do not have such requests, the "
     "running engines do (without --trace)."
@@ -252,9 +249,9 @@ def explain_nothing(text: str, live: Live, looked_at: Sequence[str], *, is_trace
     where = some_of(looked_at) or "nothing"
     reach = [each.row.recorded_seconds for each in live.of(EngineRow) if each.row.recorded_seconds is not None]
     back = f" Their records reach back {how_long(min(reach))}." if reach else ""
-    silent = "".join(f" {each.address} could not be asked: {each.problem}." for each in live.silent[:SILENT_NAMED_MAX])
-    if len(live.silent) > SILENT_NAMED_MAX:
-        silent += f" Nor could {len(live.silent) - SILENT_NAMED_MAX} more."
+    silent = "".join(f" {each.address} could not be asked: {each.problem}." for each in live.silent[:NAMES_MAX])
+    if len(live.silent) > NAMES_MAX:
+        silent += f" Nor could {len(live.silent) - NAMES_MAX} more."
     leaves = f" {_say_who_leaves(live.leaving)}; these are not recorded." if live.leaving else ""
     return (
         f"No request with {text!r} in its id. Looked at: {where}.{back}{silent}{leaves} Either the router never sent "
