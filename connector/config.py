@@ -14,12 +14,13 @@ Options that contradict each other are refused as well: a value that is fine alo
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import ipaddress
 import os
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 from msgspec import Meta
@@ -181,7 +182,8 @@ def parse_options(extra_config: Mapping[str, Any], environment: Mapping[str, str
         try:
             msgspec.convert(values[name], types[name])
         except msgspec.ValidationError as error:
-            raise OptionError(name, f"option {name} has the value {render_untrusted(value)}: {error}") from None
+            problem = _expected(name, types[name]) or str(error)
+            raise OptionError(name, f"option {name} has the value {render_untrusted(value)}: {problem}") from None
     options = msgspec.convert(values, ConnectorOptions)
     if "lease_limit_seconds" not in extra_config:
         # A long lease may come from a configuration of the built-in connector, which has no such option.
@@ -337,8 +339,21 @@ def in_force(options: ConnectorOptions) -> str:
     return ", ".join(f"{name}={msgspec.json.encode(values[name]).decode()}" for name in shown)
 
 
+def _expected(name: str, kind: Any) -> str | None:
+    """What an option may be, where msgspec does not say it in words."""
+    if name == "known_peers":
+        return f'expected a list of at most {PLACES_MAX} "host:port", side channels of prefill engines'
+    if get_origin(kind) is Literal:
+        return f"expected one of {', '.join(get_args(kind))}"
+    return None
+
+
 def _unknown(name: object, valid: list[str]) -> str:
+    from vllm.config import KVTransferConfig
+
     problem = f"unknown option {render_untrusted(name)}"
+    if name in {field.name for field in dataclasses.fields(KVTransferConfig)}:
+        return f"{problem}: it is one of vLLM's own, and stands beside kv_connector_extra_config"
     close = difflib.get_close_matches(str(name)[:100], valid, n=1)
     return f"{problem}, did you mean {close[0]}?" if close else problem
 

@@ -69,6 +69,24 @@ def test_unknown_option_without_a_near_one() -> None:
     assert "did you mean" not in str(_error({"zzz": 3}))
 
 
+@pytest.mark.parametrize("name", ["kv_load_failure_policy", "kv_buffer_device", "enable_permute_local_kv", "kv_role"])
+def test_options_of_vllm_are_shown_their_place(name: str) -> None:
+    assert f"unknown option {name!r}: it is one of vLLM's own, and stands beside" in str(_error({name: "cpu"}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("on_actor_death", "restart", "expected one of degrade, exit"),
+        ("verify", True, "expected one of off, sampled, all"),
+        ("known_peers", ["http://p:5600"], 'expected a list of at most 256 "host:port"'),
+        ("known_peers", "p:5600", 'expected a list of at most 256 "host:port"'),
+    ],
+)
+def test_what_an_option_may_be_is_said_in_words(name: str, value: Any, expected: str) -> None:
+    assert expected in str(_error({name: value}))
+
+
 @pytest.mark.parametrize("name", [7, "x" * 100_000, "new\nline", None])
 def test_odd_names(name: Any) -> None:
     assert str(_error({name: 1})).isprintable()
