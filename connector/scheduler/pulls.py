@@ -80,6 +80,8 @@ class WaitingPull:
             nothing to load.
         lease_key: unique across engines, and with the sizes by which requests describe them (`roster.PeerKey`): who is
             told of the lease is found by these. None: nothing is lent.
+        is_made_up: by vLLM, under an id that nobody knows, to have the blocks of a request released that it has
+            refused, or whose load has failed.
     """
 
     remote: RemotePrefill | ParamsFailure
@@ -88,6 +90,7 @@ class WaitingPull:
     heard_ns: int
     prompt_tokens: int
     computed_because: str | None = None
+    is_made_up: bool = False
 
     @property
     def lease_key(self) -> str | None:
@@ -174,7 +177,12 @@ class Pulls:
                     tokens, because = 0, catalogue.MEDIA
         except ParamsError as error:
             return WaitingPull(
-                error.failure, tokens=tokens, at_least=0, heard_ns=now_ns, prompt_tokens=request.num_prompt_tokens
+                error.failure,
+                tokens=tokens,
+                at_least=0,
+                heard_ns=now_ns,
+                prompt_tokens=request.num_prompt_tokens,
+                is_made_up=request.abort_immediately,
             )
         self._media.separate(request, remote.media_names, remote.num_tokens or 0)
         at_least = self._options.decode_recompute_threshold
@@ -254,7 +262,11 @@ class Pulls:
             return ReleaseUnread(
                 request_id=request_id, lease=_lease(pull.remote), peer=_address(pull.remote), age_seconds=age_seconds
             )
-        self._log_failure(request_subject(request_id, age_seconds, "for which nothing is read"), pull.remote)
+        if pull.is_made_up:
+            # The load that has failed has a line, and what vLLM has refused an answer that says why.
+            _log.debug("nothing is released for %s: %s", request_id, pull.remote)
+        else:
+            self._log_failure(request_subject(request_id, age_seconds, "for which nothing is read"), pull.remote)
         return None
 
     def let_go(self, pull: WaitingPull) -> LetGo:

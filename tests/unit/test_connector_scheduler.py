@@ -214,6 +214,16 @@ def test_a_rejected_pull_that_is_aborted_is_logged_with_its_age(monkeypatch: pyt
     assert failure.kind == "BadParams"
 
 
+def test_what_vllm_makes_up_for_a_request_that_has_failed_is_not_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the same parameters, and an id that neither the client nor nixl-actor knows."""
+    decode, params = HybridEngine([full()]), lent()
+    logged: list[tuple[str, Failure]] = []
+    monkeypatch.setattr(side(decode)._pulls, "_log_failure", lambda *said: logged.append(said))
+    decode.submit("9b637cd7da1e655f", [0], {**params, "remote_port": 0}, abort_immediately=True)
+    decode.scheduler.finish_requests("9b637cd7da1e655f", RequestStatus.FINISHED_ABORTED)
+    assert logged == []
+
+
 # --- an engine whose workers have stopped -----------------------------------------------------------------------------
 
 
