@@ -14,6 +14,7 @@ It does not matter where the records come from: files, a running engine, or a si
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -43,6 +44,9 @@ _OUTCOME_OF_END = {
     (lease.MACHINE.name, lease.State.WITHDRAWN.value): WITHDRAWN,
     (lease.MACHINE.name, lease.State.SUPERSEDED.value): EXPIRED,
 }
+
+_OF_PROMPTS = "cmpl-"
+_WRAPPED = re.compile("(?:[0-9]+_)?((?:chat)?cmpl-)?(.+?)(-[0-9]+)?-[0-9a-f]{8}")
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -322,11 +326,13 @@ def matching(all_stories: Iterable[Story], name: str) -> list[Story]:
 
 
 def best_named(candidates: Iterable[V], names_of: Callable[[V], Iterable[str]], name: str) -> list[V]:
-    """Those that a person means by `name`: an id that they have somewhere; or what the client sent, which vLLM has
-    wrapped into these; or any part of one. What fits better hides what fits worse: `req-1` is not `req-10`."""
+    """Those that a person means by `name`: an id that they have somewhere; or what the client sent or was told, which
+    vLLM has wrapped into these; or whole parts of it; or any part of one. What fits better hides what fits worse:
+    `req-1` is not `req-1-again`, nor `req-10`."""
     named = [(each, tuple(names_of(each))) for each in candidates]
     for fits in (
         lambda own: name == own,
+        lambda own: name in _unwrapped(own),
         lambda own: f"-{name}-" in f"-{own}-",
         lambda own: name in own,
     ):
@@ -336,6 +342,17 @@ def best_named(candidates: Iterable[V], names_of: Callable[[V], Iterable[str]], 
 
 
 # --- inside -----------------------------------------------------------------------------------------------------------
+
+
+def _unwrapped(request_id: str) -> tuple[str, ...]:
+    """What the client may call a request of vLLM's: without the number of the sample and what vLLM draws for each
+    engine; of /v1/completions without the number of the prompt; and without the name of the call."""
+    wrapped = _WRAPPED.fullmatch(request_id)
+    if wrapped is None:
+        return ()
+    call, rest, number = wrapped.groups(default="")
+    whole = rest + number
+    return (whole, call + whole, rest, call + rest) if call == _OF_PROMPTS else (whole, call + whole)
 
 
 def _grouped(items: Iterable[tuple[K, V]]) -> dict[K, list[V]]:

@@ -7,7 +7,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from connector.observe.history import OUTCOMES, History, begins_process, deciding_rank, histories, matching, stories
+from connector.observe.history import (
+    OUTCOMES,
+    History,
+    begins_process,
+    best_named,
+    deciding_rank,
+    histories,
+    matching,
+    stories,
+)
 from connector.observe.spans import times_of
 from connector.observe.traced import TERMINAL
 from connector.tools.explanation import Live, explain, find
@@ -321,3 +330,28 @@ def test_where_one_of_several_ranks_hangs_its_time_is_that_of_the_request() -> N
     written = [*on_rank(0, "done"), *on_rank(1, "reading"), *later]
     (slowest, _) = slow(stories(histories(written)), 2)
     assert (slowest.rank, slowest.seconds, slowest.state) == (1, 63.0, "reading")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("six", ["cmpl-six-0-9f793e26"]),
+        ("cmpl-six", ["cmpl-six-0-9f793e26"]),
+        ("six-0", ["cmpl-six-0-9f793e26"]),
+        ("six-again", ["cmpl-six-again-0-8b5c282d", "cmpl-six-again-1-8b5c282e"]),
+        ("six-again-1", ["cmpl-six-again-1-8b5c282e"]),
+        ("talk", ["0_chatcmpl-talk-8b5c282d", "1_chatcmpl-talk-8b5c282d"]),
+        ("chatcmpl-talk-2", ["chatcmpl-talk-2-8b5c282d"]),
+        ("again", ["cmpl-six-again-0-8b5c282d", "cmpl-six-again-1-8b5c282e"]),
+    ],
+)
+def test_the_id_of_a_client_is_not_one_that_it_begins(name: str, meant: list[str]) -> None:
+    every = [
+        "cmpl-six-0-9f793e26",
+        "cmpl-six-again-0-8b5c282d",
+        "cmpl-six-again-1-8b5c282e",
+        "0_chatcmpl-talk-8b5c282d",
+        "1_chatcmpl-talk-8b5c282d",
+        "chatcmpl-talk-2-8b5c282d",
+    ]
+    assert best_named(every, lambda each: [each], name) == meant
