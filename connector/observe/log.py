@@ -89,8 +89,8 @@ class Window:
     """How many lines may be written now. `admits` says whether this one may, and counts it if not.
 
     At most `LINES_PER_WINDOW` lines within `WINDOW_SECONDS`, and `LINES_PER_CAUSE` of them for one cause. The first
-    line that is left out of a cause is replaced by one that says so; the next line after the window is preceded by one
-    that says how many were left out.
+    line that is left out of a cause is replaced by one that says so; the next line after the window, which may come
+    much later, is preceded by one that says how many were left out, and how long ago.
     """
 
     def __init__(self, writer: str, level: int, now: Now) -> None:
@@ -101,6 +101,7 @@ class Window:
         self._lines = 0
         self._lines_of: dict[str, int] = {}
         self._left_out: dict[str, int] = {}
+        self._left_out_at = 0.0
 
     def admits(self, cause: str) -> bool:
         self._roll()
@@ -116,6 +117,7 @@ class Window:
             said = "%s: further lines are only counted until %g s are over [%s]"
             get_logger().log(self._level, said, cause, WINDOW_SECONDS, self._writer)
         self._left_out[cause] = self._left_out.get(cause, 0) + 1
+        self._left_out_at = self._now()
         return False
 
     def _roll(self) -> None:
@@ -125,7 +127,8 @@ class Window:
         if self._left_out:
             counted = ", ".join(f"{cause} {lines}" for cause, lines in self._left_out.items())
             total = sum(self._left_out.values())
-            get_logger().log(self._level, "%d more lines were left out: %s [%s]", total, counted, self._writer)
+            said = "%d more lines were left out: %s; the last one %.0f s ago [%s]"
+            get_logger().log(self._level, said, total, counted, now - self._left_out_at, self._writer)
         self._end = now + WINDOW_SECONDS
         self._lines = 0
         self._lines_of.clear()

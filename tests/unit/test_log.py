@@ -341,6 +341,19 @@ def test_a_burst_of_one_cause_is_shortened_and_counted(lines: Lines) -> None:
     assert len(lines.texts) == 1
 
 
+def test_a_burst_that_is_counted_long_afterwards_is_not_taken_for_one_of_now(lines: Lines) -> None:
+    """Nothing is written before the next line, which may come the next day."""
+    clock = Seconds()
+    failure_log = FailureLog("decode-1", 0, now=clock)
+    for number in range(10):
+        failure_log(f"cmpl-{number}", refused(1))
+    clock.now += 753
+    failure_log("cmpl-after", refused(1))
+    assert (
+        "5 more lines were left out: ConnectionRefused of engine prefill-1 5; the last one 753 s ago" in lines.texts[-2]
+    )
+
+
 def test_a_burst_leaves_room_for_what_fails_otherwise(lines: Lines) -> None:
     failure_log = FailureLog("decode-1", 0, now=Seconds())
     for number in range(1000):
