@@ -327,7 +327,7 @@ class WrongPrompt(Failure, frozen=True, kw_only=True):
         )
 
 
-ParamsFailure: TypeAlias = BadParams | ParamsForged | WrongPrompt
+ParamsFailure: TypeAlias = BadParams | ParamsForged | WrongPrompt | Incompatible
 """Why nothing is read for a request, whatever its engine would say."""
 
 

@@ -34,9 +34,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from connector.addresses import join_address
 from connector.clock import NS_PER_SECOND, Clock
 from connector.config import ConnectorOptions
 from connector.key_files import ParamsKeyFile
+from connector.layout.compatibility import SAME_GROUPS
 from connector.observe import catalogue
 from connector.observe.event_log import FailureLog, request_subject
 from connector.observe.log import get_logger, is_said
@@ -55,7 +57,7 @@ from connector.wire.params import (
     parse_remote_prefill,
     require_genuine,
 )
-from statemachine.failures import ADVICE_FOLLOWS, BadParams, ParamsFailure, WrongPrompt
+from statemachine.failures import ADVICE_FOLLOWS, BadParams, Incompatible, ParamsFailure, WrongPrompt
 from statemachine.lease import LeaseName
 
 if TYPE_CHECKING:
@@ -284,11 +286,24 @@ class Pulls:
         return require_genuine(remote, self._key_file.keys, lends_back=lends_back, allows_unsigned=allows_unsigned)
 
     def _check_fit(self, remote: RemotePrefill, request: Request, tokens: int) -> None:
-        """Raise ParamsError for parameters that no READ of so many tokens of this request can satisfy."""
+        """Raise ParamsError for parameters that no READ of so many tokens of this request can satisfy; Incompatible, if
+        they show that P is another kind of engine."""
         ours, theirs = len(self._groups.all), len(remote.block_ids)
-        if ours != theirs:
+        if theirs == 0:
             expected = f"block ids of {ours} KV cache group(s), as this engine has"
-            raise ParamsError(BadParams(field="remote_block_ids", expected=expected, found=f"{theirs} group(s)"))
+            raise ParamsError(BadParams(field="remote_block_ids", expected=expected, found="none"))
+        if ours != theirs:
+            # The handshake would find it too, but there is nowhere to put blocks of so many.
+            raise ParamsError(
+                Incompatible(
+                    peer=remote.engine_id,
+                    address=join_address(remote.host, remote.port),
+                    field="number of KV cache groups",
+                    local=str(ours),
+                    remote=str(theirs),
+                    advice=SAME_GROUPS,
+                )
+            )
         if remote.first_tokens and len(remote.first_tokens) != ours:
             expected = f"one for each of {ours} KV cache group(s)"
             raise ParamsError(BadParams(field="first_tokens", expected=expected, found=str(len(remote.first_tokens))))

@@ -620,15 +620,25 @@ def test_a_request_that_loads_nothing_may_find_fewer_tokens_on_its_peer() -> Non
     assert decode.finished == {"a": "length"}
 
 
+def test_parameters_without_any_cache_group_are_refused() -> None:
+    prefill, decode = engine("full attention"), engine("full attention")
+    prefill.prefill("a", tokens_of(100))
+    decode.submit("a", tokens_of(100), prefill.params["a"] | {"remote_block_ids": []})
+    decode.step()
+    failure = decode.rejection_of("a").failure
+    assert (failure.kind, failure.field, failure.found) == ("BadParams", "remote_block_ids", "none")
+
+
 def test_an_engine_with_other_cache_groups_is_refused() -> None:
     prefill, decode = engine("full attention"), engine("window")
     prefill.prefill("a", tokens_of(100))
     decode.submit("a", tokens_of(100), prefill.params["a"])
     decode.step()
     rejection = decode.rejection_of("a")
-    assert rejection.failure.field == "remote_block_ids"
-    assert "2 KV cache group" in rejection.failure.expected
-    assert "1 group" in rejection.failure.found
+    # No router is to blame for it.
+    assert rejection.failure.kind == "Incompatible"
+    assert "number of KV cache groups is 1 there and 2 here" in str(rejection.failure)
+    assert "the same model, and the hybrid KV cache manager on or off on both" in rejection.failure.advice
     local = [block.block_id for table in decode.tables("a") for block in table if not block.is_null]
     assert rejection.local_block_ids == local
 
