@@ -179,6 +179,22 @@ def happened(failure: Failure) -> str:
     return str(failure).partition("; what to do: ")[0]
 
 
+def test_of_two_connections_to_one_engine_that_of_the_failure_is_told() -> None:
+    """Requests that describe it by unlike sizes make two."""
+    refused = peer_row("idle", failure="BadParams", detail="kv_transfer_params.tp_size: it has 1", ranks=0, requests=0)
+    live = said_by(refused, peer_row("ready", requests=0))
+
+    def connection(failure: Failure) -> str:
+        (fact,) = (each for each in the_answer(ended_with(failure), live).facts if "connection" in each)
+        return fact
+
+    of_peer = {"peer": "P", "address": "h:1"}
+    consumed = failures.BlocksConsumed(**of_peer, remote_request_id=P_NAME)
+    assert " is ready" in connection(consumed)
+    assert " is idle" in connection(failures.BadParams(field="tp_size", expected="1", found="2"))
+    assert " is idle" in connection(failures.PeerBackoff(**of_peer, retry_in_seconds=1.0, last="BadParams"))
+
+
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 

@@ -34,7 +34,7 @@ FACTORS_NAMED_MAX = 3
 def explain_end(case: Case, ended: History, live: Live) -> Explanation:
     kind = ended.reason
     detail, advice = told(kind, ended.detail, "look at the log of D")
-    peer = live.peer_of(ended.engine_id, ended.rank, ended.peer)
+    peer = live.peer_of(ended.engine_id, ended.rank, ended.peer, because=f"{kind} {ended.detail}")
     facts = facts_of_peer(peer, live.silence_of(ended.peer, peer.address if peer is not None else None))
     others_unknown = live.silence_of(ended.engine_id, None)
     if ended.outcome == DONE and others_unknown is not None:

@@ -56,14 +56,23 @@ class Live:
     def facts(self, engine_id: str | None) -> EngineFacts | None:
         return next((each.row.facts for each in self.of(EngineRow) if each.engine_id == engine_id), None)
 
-    def peer_of(self, decode_id: str | None, rank: int | None, peer_id: str | None) -> PeerRow | None:
+    def peer_of(
+        self, decode_id: str | None, rank: int | None, peer_id: str | None, *, because: str | None = None
+    ) -> PeerRow | None:
         """The connection of this rank, for each has its own. Of two, where requests describe the engine by unlike
-        sizes, the one that requests wait for or that has failed."""
+        sizes: of a request that has ended, the one of whose failure its own speaks (`because`), or that is connected;
+        of another, the one that requests wait for or that has failed."""
         rows = [
             each.row
             for each in self.of(PeerRow)
             if (each.engine_id, each.rank, each.row.engine_id) == (decode_id, rank, peer_id)
         ]
+        if because is not None:
+            return max(
+                rows,
+                key=lambda row: (row.failure is not None and row.failure in because, row.ranks > 0),
+                default=None,
+            )
         return max(rows, key=lambda row: (row.requests > 0, row.failure is not None), default=None)
 
     def quarantined_from(self, decode_id: str) -> str:
