@@ -57,7 +57,12 @@ class Router:
 
     async def complete(self, request: Request) -> Response:
         """Any of the two calls of OpenAI's interface."""
-        body = await request.json()
+        try:
+            body = await request.json()
+        except ValueError:
+            body = None
+        if not isinstance(body, dict):
+            return JSONResponse({"error": "the body of a call is a JSON object"}, status_code=400)
         body.pop("request_id", None)  # a client that knows the id of what is lent can end the engine that lends it
         headers = {"X-Request-Id": request.headers.get("x-request-id") or str(uuid.uuid4())}
         conversation = request.headers.get("x-conversation-id")
@@ -104,11 +109,10 @@ class Router:
                     engine + path, json=one_token, headers=headers, timeout=PREFILL_SECONDS_MAX
                 )
                 answer.raise_for_status()
-            except httpx.HTTPError as error:
+                found: dict[str, Any] | None = answer.json().get("kv_transfer_params")
+                return found
+            except (httpx.HTTPError, ValueError, AttributeError) as error:  # not JSON, or no object
                 _log.warning("prefill engine %s: %r", engine, error)
-                continue
-            found: dict[str, Any] | None = answer.json().get("kv_transfer_params")
-            return found
         return None
 
     def _recall(self, conversation: str | None) -> tuple[str, dict[str, Any] | None]:

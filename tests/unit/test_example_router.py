@@ -25,10 +25,13 @@ class Engines:
     def __init__(self) -> None:
         self.asked: dict[str, dict[str, Any]] = {}
         self.answer: bytes | None = None
+        self.answer_of_p: bytes | None = None
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         host = request.url.host
         self.asked[host] = json.loads(request.content)
+        if host == "p" and self.answer_of_p is not None:
+            return httpx.Response(200, content=self.answer_of_p)
         if host == "d" and self.answer is not None:
             return httpx.Response(200, content=self.answer)
         if host == "d" and self.asked[host].get("stream"):
@@ -67,7 +70,7 @@ def router_module() -> Any:
     return module
 
 
-def call(body: dict[str, Any], engines: Engines, *, keeps_conversations: bool) -> bytes:
+def call(body: Any, engines: Engines, *, keeps_conversations: bool) -> bytes:
     module = router_module()
     headers = [(b"x-conversation-id", b"one")]
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
@@ -76,14 +79,14 @@ def call(body: dict[str, Any], engines: Engines, *, keeps_conversations: bool) -
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
 
+    is_streamed = isinstance(body, dict) and body.get("stream")
+
     async def ask() -> bytes:
         router = module.Router(["http://p"], ["http://d"], keeps_conversations=keeps_conversations)
         router._http = httpx.AsyncClient(transport=httpx.MockTransport(engines))
         for _ in range(2):
             answer = await router.complete(Request(scope, receive))
-            content = (
-                bytes(answer.body) if not body.get("stream") else b"".join([x async for x in answer.body_iterator])
-            )
+            content = bytes(answer.body) if not is_streamed else b"".join([x async for x in answer.body_iterator])
         return content
 
     return trio.run(ask)
@@ -113,6 +116,20 @@ def test_nor_from_an_answer_that_is_streamed(keeps_conversations: bool) -> None:
     assert events[2:] == ["[DONE]", ""]
     given_to_p = engines.asked["p"]["kv_transfer_params"]
     assert given_to_p == (OF_D if keeps_conversations else {"do_remote_decode": True, "do_remote_prefill": False})
+
+
+@pytest.mark.parametrize("content", [b"<html>", b"[1]"])
+def test_where_p_gives_no_answer_of_an_engine_d_computes_the_prompt(content: bytes) -> None:
+    engines = Engines()
+    engines.answer_of_p = content
+    assert json.loads(call({"prompt": "a"}, engines, keeps_conversations=False)) == {"choices": []}
+    assert engines.asked["d"]["kv_transfer_params"] is None
+
+
+def test_a_call_that_is_no_object_is_refused() -> None:
+    engines = Engines()
+    assert "object" in json.loads(call(["a"], engines, keeps_conversations=False))["error"]
+    assert not engines.asked
 
 
 @pytest.mark.parametrize("content", [b"<html>", b"[1]", b'{"error": "no"}'])
