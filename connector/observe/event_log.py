@@ -128,32 +128,42 @@ class EventLog:
 
     def waits(self, subject: str, what: str) -> None:
         """A request has waited for a while; `what` says for what, and until when."""
-        self.write("waiting", f"{subject} still waits: {what}")
+        self.write("requests that still wait", f"{subject} still waits: {what}")
 
     def queued(self, subject: str, request_id: str) -> None:
         """A request has waited for a while before vLLM has allocated blocks for it."""
         what = "in vLLM's queue, for blocks to load its KV into"
-        self.write("queued", f"{subject} still waits: {what}{ADVICE_FOLLOWS}{why_command(request_id)}")
+        self.write(
+            "requests in vLLM's queue", f"{subject} still waits: {what}{ADVICE_FOLLOWS}{why_command(request_id)}"
+        )
 
     def finds_no_room(self, subject: str, tokens: int, quarantined: int, lent_back: int) -> None:
         """A request needs more blocks than are left beside those of which it is not known when they come back."""
         kept = f"{quarantined} blocks are in quarantine and {lent_back} are lent back"
         what = f"its {tokens} tokens do not fit into the KV cache while {kept}; others are served before it"
-        self.write("no room", f"{subject} waits: {what}{ADVICE_FOLLOWS}nixl-actor ps", logging.WARNING)
+        self.write(
+            "requests that wait for room", f"{subject} waits: {what}{ADVICE_FOLLOWS}nixl-actor ps", logging.WARNING
+        )
 
     def loads_nothing(self, subject: str) -> None:
         """A request whose load has failed finds no room: vLLM keeps for it what is free, and loads need that."""
         why = "its load has failed, and no room is left to compute its prompt"
         what = "until it has its blocks, no KV is loaded, and prompts are computed here"
-        self.write("loads", f"{subject}: {why}; {what}{ADVICE_FOLLOWS}nixl-actor ps", logging.WARNING)
+        self.write("loads that have failed", f"{subject}: {why}; {what}{ADVICE_FOLLOWS}nixl-actor ps", logging.WARNING)
 
     def loads_again(self) -> None:
         """All of these have their blocks, or have ended."""
-        self.write("loads", "KV is loaded again: no request whose load has failed waits for room", logging.WARNING)
+        self.write(
+            "loads that have failed",
+            "KV is loaded again: no request whose load has failed waits for room",
+            logging.WARNING,
+        )
 
     def leaves(self, engine: str, grace_seconds: float) -> None:
         """An engine is to end."""
-        self.write("leaving", f"engine {engine} leaves: what it lends can be read for {grace_seconds:.0f} s at most")
+        self.write(
+            "engines that leave", f"engine {engine} leaves: what it lends can be read for {grace_seconds:.0f} s at most"
+        )
 
     def quarantine(self, blocks: int, limit_blocks: int, *, is_full: bool) -> None:
         """The limit of quarantined blocks was reached, or there are fewer again. `blocks`: how many there are."""
