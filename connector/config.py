@@ -28,11 +28,18 @@ from msgspec import Meta
 from connector.addresses import split_place
 from connector.observe.log import get_logger
 from connector.observe.trace_log import FILE_BYTES, FILES_KEPT, TraceDirectoryError, make_writable
-from connector.wire.bounded import PORT_MAX, Place, render_untrusted
+from connector.wire.bounded import PORT_MAX, Place, render_untrusted, shorten
 from statemachine.introduction import PLACES_MAX
 
 TRACE_DIRECTORY_VARIABLE = "NIXL_ACTOR_TRACE_DIR"
 """Environment variable that sets `trace_directory` where the option does not."""
+
+_PREFIX = "NIXL_ACTOR_"
+VARIABLES = (TRACE_DIRECTORY_VARIABLE, f"{_PREFIX}ENGINES", f"{_PREFIX}CURVE_DIRECTORY")
+"""All environment variables of this package. The latter are for `nixl-actor`, and may be set beside an engine."""
+
+_OF_A_SERVICE = re.compile("_(SERVICE_HOST|(SERVICE_)?PORT(_.+)?)$")
+"""Variables that Kubernetes makes of the name of a service."""
 
 _OF_READ_BACK = ("kv_recompute_threshold", "decoder_kv_blocks_ttl")
 _OF_TRACE = ("trace_file_bytes", "trace_files_kept", "trace_sample")
@@ -337,6 +344,16 @@ def in_force(options: ConnectorOptions) -> str:
     values, defaults = msgspec.to_builtins(options), msgspec.to_builtins(ConnectorOptions())
     shown = [name for name, value in values.items() if name in _SHOWN_ALWAYS or value != defaults[name]]
     return ", ".join(f"{name}={msgspec.json.encode(values[name]).decode()}" for name in shown)
+
+
+def unknown_variables(environment: Mapping[str, str] | None = None) -> list[str]:
+    """Environment variables that are named like those of this package, and are none of them."""
+    names = os.environ if environment is None else environment
+    return sorted(
+        shorten(name)
+        for name in names
+        if name.startswith(_PREFIX) and name not in VARIABLES and not _OF_A_SERVICE.search(name)
+    )
 
 
 def _expected(name: str, kind: Any) -> str | None:

@@ -31,7 +31,7 @@ from connector import DISTRIBUTION
 from connector.actor_death import act_on
 from connector.addresses import is_all_interfaces, is_loopback, join_address
 from connector.clock import NS_PER_SECOND, Clock, to_ns
-from connector.config import ConnectorOptions, in_force
+from connector.config import VARIABLES, ConnectorOptions, in_force, unknown_variables
 from connector.key_files import listener_access, own_workers_access, params_key_file, warn_of_insecurity
 from connector.observe import catalogue
 from connector.observe.event_log import EventLog, FailureLog
@@ -208,6 +208,8 @@ class ConnectorScheduler:
                 name,
                 accepted,
             )
+        for name in unknown_variables():
+            _log.warning("the environment variable %s means nothing here; there are %s", name, ", ".join(VARIABLES))
         warn_of_insecurity(options, join_address(self._host, self._port))
         if envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION:
             _log.warning(

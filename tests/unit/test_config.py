@@ -10,7 +10,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from connector.config import ConnectorOptions, OptionError, in_force, parse_options, warn_of_options
+import connector
+from connector.config import (
+    VARIABLES,
+    ConnectorOptions,
+    OptionError,
+    in_force,
+    parse_options,
+    unknown_variables,
+    warn_of_options,
+)
 
 
 def _error(extra: dict[Any, Any]) -> OptionError:
@@ -302,6 +311,18 @@ def test_trace_directory_from_the_environment() -> None:
     assert parse_options({}, environment).trace_directory == "/from/environment"
     assert parse_options({"trace_directory": "/from/option"}, environment).trace_directory == "/from/option"
     assert parse_options({}, {"NIXL_ACTOR_TRACE_DIR": ""}).trace_directory is None
+
+
+def test_all_variables_of_the_package_are_known() -> None:
+    sources = "".join(path.read_text() for path in Path(connector.__file__).parent.rglob("*.py"))
+    assert set(re.findall("NIXL_ACTOR_[A-Z_]*[A-Z]", sources)) == set(VARIABLES)
+
+
+def test_a_variable_that_is_named_like_those_of_the_package_is_found() -> None:
+    of_services = ["DECODE_SERVICE_HOST", "DECODE_SERVICE_PORT_KV", "DECODE_PORT", "DECODE_PORT_5600_TCP_ADDR"]
+    misspelt = ["NIXL_ACTOR_CURVE_DIR", "NIXL_ACTOR_TRACE_DIRECTORY"]
+    environment = dict.fromkeys([*VARIABLES, *misspelt, *(f"NIXL_ACTOR_{name}" for name in of_services)], "x")
+    assert unknown_variables(environment) == misspelt
 
 
 def test_environment_of_the_process_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:

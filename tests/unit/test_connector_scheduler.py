@@ -111,6 +111,14 @@ def test_the_answer_of_a_prefill_names_an_address_to_connect_to(
     assert engine.params["a"]["remote_host"] == told
 
 
+def test_an_engine_names_a_variable_that_is_misspelt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NIXL_ACTOR_TRACE_DIRECTORY", "/traces")
+    with listening() as lines:
+        HybridEngine([full()])
+    (said,) = [each for each in lines.texts if "NIXL_ACTOR_TRACE_DIRECTORY" in each]
+    assert "there are NIXL_ACTOR_TRACE_DIR, " in said
+
+
 @pytest.mark.parametrize(("found", "is_said"), [("192.0.2.7", False), ("0.0.0.0", True)])
 def test_an_engine_that_has_no_address_to_tell_says_so(
     monkeypatch: pytest.MonkeyPatch, found: str, is_said: bool
