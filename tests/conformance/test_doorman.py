@@ -14,7 +14,9 @@ import os
 import random
 import resource
 import select
+import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -47,6 +49,7 @@ from tests.attack.zmtp import (
     is_ended,
     many_frames,
     message,
+    ready,
 )
 from tests.rig import process
 from tests.rig.network import has_ipv6
@@ -1002,6 +1005,55 @@ def test_a_greeting_may_not_take_for_ever(monkeypatch: pytest.MonkeyPatch) -> No
             await listening.ask()
 
     run(test)
+
+
+async def name_of_the_first(listening: Door) -> int:
+    """The number by which libzmq names the first connection, which has none of its own."""
+    with await listening.stranger(HELLO, message(b"x")):
+        while not listening.served:
+            await trio.sleep(0.01)
+        (name,) = listening.listener._doorman._by_identity
+        return int.from_bytes(name, "big")
+
+
+async def named(listening: Door, number: int) -> socket.socket:
+    """A stranger that has named itself as libzmq names a connection of this number, and has spoken."""
+    stranger = await listening.stranger(GREETING + ready(identity=struct.pack(">xI", number)))
+    await trio.to_thread.run_sync(await_hello, stranger)
+    stranger.sendall(message(b"x"))
+    return stranger
+
+
+def test_nobody_knows_the_names_of_connections() -> None:
+    async def test() -> None:
+        numbers = set()
+        for _ in range(2):
+            ctypes.CDLL(None).srand(1)  # as C begins
+            async with door() as listening:
+                numbers.add(await name_of_the_first(listening))
+        assert len(numbers) == 2
+
+    run(test)
+
+
+@in_a_process_of_its_own
+def test_libzmq_ends_the_process_if_a_stranger_has_the_next_name() -> None:
+    """Why nobody may know it."""
+
+    async def give_one_name_twice() -> None:
+        async with door() as listening:
+            following = (await name_of_the_first(listening) + 1) % (1 << 32)
+            with await named(listening, following):
+                while listening.served < 2:
+                    await trio.sleep(0.01)
+                await listening.ask()
+
+    child = os.fork()
+    if not child:
+        os.close(2)  # where it says why
+        run(give_one_name_twice)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGABRT
 
 
 def test_large_replies_that_nobody_reads_are_kept_once() -> None:

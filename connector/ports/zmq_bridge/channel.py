@@ -11,13 +11,17 @@ What the sockets of listeners are set to stands here, where they are made.
   come, and all whole messages that nobody has taken; so few may wait, and a task of the channel looks at all clients
   now and then. One that has received more beyond whole messages than may wait is lost (a link), or has met something
   else than a side channel (a requester). So is the largest one when all together have received too much.
+* A ROUTER names its connections by counting, and a client may name itself. Where it has taken the name that comes next,
+  libzmq ends the process. It begins at a number of C's `rand`, which nobody seeds: so a listener does.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import itertools
 import re
+import secrets
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -237,6 +241,7 @@ class ZmqSideChannel:
         self._refuse_if_closed()
         if host != "*":
             _check_address(host, port, port_min=0)
+        _seed_rand()
         try:
             router = self.make_socket(zmq.ROUTER, ipv6=":" in host)
         except zmq.ZMQError as error:
@@ -391,6 +396,11 @@ class ZmqSideChannel:
     def _refuse_if_closed(self) -> None:
         if self._closed:
             raise trio.ClosedResourceError("this side channel is closed")
+
+
+def _seed_rand() -> None:
+    """So that nobody knows the names that a ROUTER which is made next gives to its connections."""
+    ctypes.CDLL(None).srand(ctypes.c_uint(secrets.randbits(32)))
 
 
 def _cannot_listen(host: str, port: int, error: Exception) -> SideChannelError:

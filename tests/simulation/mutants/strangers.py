@@ -5,7 +5,7 @@ from __future__ import annotations
 from connector.ports.doorman import Doorman
 from connector.ports.gate import Gate
 from connector.ports.tcp import peer_address
-from connector.ports.zmq_bridge import ZmqListener
+from connector.ports.zmq_bridge import ZmqListener, ZmqSideChannel
 from connector.runtime.inspector import Inspector
 from connector.runtime.lease_keeper import LeaseKeeper
 from statemachine.admission import Admission, Allowance
@@ -246,6 +246,12 @@ MUTANTS = (
         broken="the messages of an address that is shut out are handed out, and dropped one by one",
         changes=(Edit(Gate._judge, "doorman is None or doorman.is_shut_out(address)", "False"),),
         place=ByTest(f"{DOOR}::test_messages_of_an_address_that_is_shut_out_are_not_handed_out"),
+    ),
+    Mutant(
+        name="connections have names that everybody knows",
+        broken="a stranger that names itself as libzmq will name the next connection ends the process",
+        changes=(Edit(ZmqSideChannel.listen, "_seed_rand()", "pass"),),
+        place=ByTest(f"{DOOR}::test_nobody_knows_the_names_of_connections"),
     ),
     Mutant(
         name="large replies are copied",
