@@ -33,7 +33,7 @@ from connector.ports import doorman, side_channel, zmq_bridge
 from connector.ports.descriptors import TooFewDescriptors
 from connector.ports.side_channel import DescriptorsExhausted, NameNotResolved, Reached
 from connector.ports.tcp import peer_address, received_bytes, unread_bytes
-from connector.ports.zmq_bridge import ZmqListener, ZmqSideChannel
+from connector.ports.zmq_bridge import ZmqListener, ZmqRequester, ZmqSideChannel
 from connector.ports.zmq_bridge.channel import CONTEXT_DESCRIPTORS
 from connector.tools.cli.main import main as nixl_actor
 from statemachine import admission
@@ -295,6 +295,28 @@ def test_who_asks_without_a_descriptor_says_so() -> None:
                 break
         assert seen[0] == "raised"
         assert set(seen) == {"raised", Reached.NO_DESCRIPTOR.name, Reached.PORT.name}
+
+    run(test)
+
+
+@in_a_process_of_its_own
+def test_who_looks_again_without_a_descriptor_does_not_blame_the_other_end() -> None:
+    """The other end has ended the connection without a greeting, and nothing is left to see why."""
+    look = ZmqRequester._look_at_greeting
+
+    async def look_without_a_descriptor(requester: ZmqRequester, address: str) -> bytes:
+        with no_descriptor_left():
+            return await look(requester, address)
+
+    async def test() -> None:
+        channel = ZmqSideChannel()
+        async with trio.open_nursery() as nursery:
+            (listener,) = await nursery.start(partial(trio.serve_tcp, trio.SocketStream.aclose, 0, host=HOST))
+            patched = mock.patch.object(ZmqRequester, "_look_at_greeting", look_without_a_descriptor)
+            with patched, pytest.raises(DescriptorsExhausted):
+                await channel.connect(HOST, listener.socket.getsockname()[1]).ask([b"hello"])
+            nursery.cancel_scope.cancel()
+        channel.close()
 
     run(test)
 

@@ -28,6 +28,7 @@ from connector.ports.descriptors import is_descriptor_left
 from connector.ports.side_channel import (
     AccessRefused,
     ConnectionEnded,
+    DescriptorsExhausted,
     NotASideChannel,
     PortRefused,
     Reached,
@@ -206,8 +207,8 @@ class ZmqRequester:
     async def _look_at_greeting(self, address: str) -> bytes:
         """The mechanism of security that the server names in its greeting.
 
-        Raises NotASideChannel when it does not greet, PortRefused when nothing listens any more, and ConnectionEnded
-        when nothing is to be learned: it had ended the connection, and says nothing now.
+        Raises NotASideChannel when it does not greet, PortRefused when nothing listens any more, DescriptorsExhausted,
+        and ConnectionEnded when nothing is to be learned: it had ended the connection, and says nothing now.
         """
         said = b""
         try:
@@ -221,7 +222,9 @@ class ZmqRequester:
                                 said += more
                     if said:
                         break
-        except OSError as error:
+        except OSError as error:  # of trio, which does not say of which kind
+            if not is_descriptor_left():
+                raise DescriptorsExhausted(self._host, self._port, str(error)) from error
             raise PortRefused(self._host, self._port, REFUSED) from error
         if patience.cancelled_caught and not said:  # a process that hangs or stands still shows nothing
             raise ConnectionEnded(self._host, self._port, ENDED)
