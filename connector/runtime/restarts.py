@@ -52,5 +52,12 @@ async def keep_running(
                 log_crash(name, second_error)
             first_ns, max_ns = to_ns(_SHORTEST_DELAY_SECONDS), to_ns(RESTART_DELAY_SECONDS_MAX)
             await trio.sleep(doubled_ns(first_ns, max_ns, crashes_in_a_row - 1) / NS_PER_SECOND)
+        except BaseExceptionGroup as group:
+            # Some of its tasks had not ended yet when it was cancelled. Not all of what it has raised is `Cancelled`.
+            cancelled, errors = group.split(trio.Cancelled)
+            if cancelled is None or not isinstance(errors, ExceptionGroup):
+                raise
+            log_crash(name, errors)
+            raise cancelled from None
         else:
             return

@@ -17,6 +17,7 @@ import trio.testing
 from connector.clock import BootClock, Clock, to_ns
 from connector.config import ConnectorOptions, parse_options
 from connector.observe.catalogue import LATE_NOTIFICATIONS, STRAY_RELEASES, TURNED_AWAY
+from connector.observe.log import root_cause
 from connector.ports.side_channel import DECODED_BYTES_PER_UNIT, SENT_BYTES_PER_UNIT, ListenerCounts, Request
 from connector.ports.zmq_bridge import ZmqListener, ZmqSideChannel
 from connector.protocol import (
@@ -963,6 +964,30 @@ def test_what_crashes_at_once_is_started_again_ever_more_slowly_and_for_ever() -
     assert [round(delay, 6) for delay in delays] == sorted(round(delay, 6) for delay in delays)
     assert 0 < delays[0] < 0.01
     assert delays[-1] == pytest.approx(RESTART_DELAY_SECONDS_MAX)
+
+
+def test_what_crashes_and_is_cancelled_before_it_has_ended_takes_nobody_along() -> None:
+    """As a peer actor that takes a connection back when the connector stops."""
+    logged: list[tuple[str, BaseException]] = []
+
+    async def take_back() -> None:
+        with trio.CancelScope(shield=True):
+            await trio.sleep(2)
+
+    async def crash() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(take_back)
+            nursery.start_soon(trio.sleep_forever)
+            await trio.sleep(1)
+            raise RuntimeError("injected")
+
+    async def main() -> None:
+        with trio.move_on_after(1.5) as stop:
+            await keep_running("task", crash, lambda name, error: logged.append((name, root_cause(error))))
+        assert stop.cancelled_caught
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    assert [(name, str(error)) for name, error in logged] == [("task", "injected")]
 
 
 def test_what_has_worked_for_a_while_is_started_again_soon() -> None:

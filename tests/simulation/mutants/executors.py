@@ -889,6 +889,15 @@ SUPERVISOR = (
         place=ByTest("tests/actors/test_peers.py::test_actor_that_crashes_fails_its_requests_and_goes_on"),
     ),
     Mutant(
+        name="a crash while all stop takes the engine along",
+        row=30,
+        broken="an actor that crashes, and is cancelled before it has ended, is the end of all of them",
+        changes=(Edit(restarts.keep_running, "raise cancelled from None", "raise"),),
+        place=ByTest(
+            "tests/unit/test_lease_keeper.py::test_what_crashes_and_is_cancelled_before_it_has_ended_takes_nobody_along"
+        ),
+    ),
+    Mutant(
         name="asked for while it recovers",
         broken="what an actor that has crashed asks for before it runs again, such as tearing down, never begins",
         changes=(Edit(PeerActor.run, "self._connections.detach()", "pass"),),
