@@ -71,7 +71,7 @@ WHAT_TO_DO: dict[str, str] = {
     ),
     "HandshakeMalformed": (
         "check that the port is that of a side channel and not of another server, and the versions; does the log of "
-        "that engine say that it has shut this address out?"
+        "that engine say that it has shut this address out? Or has it ended, behind a proxy as of a service mesh?"
     ),
     "HandshakeRefused": (
         "the line says why; if it names UCX's port, see whether engines reach each other's ports of UCX in both "

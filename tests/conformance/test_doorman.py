@@ -1073,6 +1073,7 @@ def test_libzmq_ends_the_process_if_a_stranger_has_the_next_name() -> None:
     child = os.fork()
     if not child:
         os.close(2)  # where it says why
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         run(give_one_name_twice)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGABRT

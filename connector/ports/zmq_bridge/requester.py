@@ -230,7 +230,8 @@ class ZmqRequester:
             raise ConnectionEnded(self._host, self._port, ENDED)
         if not said.startswith(GREETING_FIRST_BYTE):
             raise self._something_else(
-                "it closes the connection instead of greeting as ZMQ does, or has shut this address out"
+                "it closes the connection instead of greeting as ZMQ does, or has shut this address out, or is a proxy"
+                " before an engine that has ended"
             )
         return said[MECHANISM_AT].rstrip(b"\0")
 
