@@ -18,6 +18,7 @@ CPU_ATTENTION = "CPU_ATTN"
 """The attention back end whose blocks are not in the order that a layout's name says."""
 
 SAME_MODEL = "start both engines with the same model, the same --kv-cache-dtype and the same vLLM version"
+NUMBER_OF_GROUPS = "number of KV cache groups"
 SAME_GROUPS = "start both engines with the same model, and the hybrid KV cache manager on or off on both"
 SAME_LAYOUT = "start both engines with the same model, and the same VLLM_KV_CACHE_LAYOUT"
 SAME_STATES = (

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from connector.layout.blocks import ChunkPairs, Cut, GroupBlocks, GroupPair, Indices
-from connector.layout.compatibility import is_to_be_packed
+from connector.layout.compatibility import NUMBER_OF_GROUPS, SAME_GROUPS, is_to_be_packed
 from connector.layout.copies import Copy, Place, copies_between, stretches_between
 from connector.layout.geometry import BlockIdError, CacheGroup, LayoutMismatch, RankId, RankLayout
 from connector.layout.landing import LandingOrder, Permute, landing_layout, landing_order
@@ -277,9 +277,8 @@ def _pair_groups(local: RankLayout, remotes: Sequence[RankLayout]) -> tuple[Grou
     groups = remotes[0].cache_groups
     for remote in remotes:
         if len(local.cache_groups) != len(remote.cache_groups):
-            advice = "start both engines with the same model, and the hybrid KV cache manager on or off on both"
             ours_count, theirs_count = len(local.cache_groups), len(remote.cache_groups)
-            raise LayoutMismatch("number of KV cache groups", ours_count, theirs_count, advice)
+            raise LayoutMismatch(NUMBER_OF_GROUPS, ours_count, theirs_count, SAME_GROUPS)
         if _of_any_rank(remote) != _of_any_rank(remotes[0]):
             advice = "all ranks of an engine have to have the same block sizes"
             raise LayoutMismatch(f"block sizes of rank {remote.tp_rank}", groups, remote.cache_groups, advice)

@@ -38,7 +38,7 @@ from connector.addresses import join_address
 from connector.clock import NS_PER_SECOND, Clock
 from connector.config import ConnectorOptions
 from connector.key_files import ParamsKeyFile
-from connector.layout.compatibility import SAME_GROUPS
+from connector.layout.compatibility import NUMBER_OF_GROUPS, SAME_GROUPS
 from connector.observe import catalogue
 from connector.observe.event_log import FailureLog, request_subject
 from connector.observe.log import get_logger, is_said
@@ -298,7 +298,7 @@ class Pulls:
                 Incompatible(
                     peer=remote.engine_id,
                     address=join_address(remote.host, remote.port),
-                    field="number of KV cache groups",
+                    field=NUMBER_OF_GROUPS,
                     local=str(ours),
                     remote=str(theirs),
                     advice=SAME_GROUPS,
