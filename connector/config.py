@@ -26,17 +26,11 @@ import msgspec
 from msgspec import Meta
 
 from connector.addresses import split_place
+from connector.environment import PREFIX, TRACE_DIRECTORY_VARIABLE, VARIABLES
 from connector.observe.log import get_logger
 from connector.observe.trace_log import FILE_BYTES, FILES_KEPT, TraceDirectoryError, make_writable
 from connector.wire.bounded import PORT_MAX, Place, render_untrusted, shorten
 from statemachine.introduction import PLACES_MAX
-
-TRACE_DIRECTORY_VARIABLE = "NIXL_ACTOR_TRACE_DIR"
-"""Environment variable that sets `trace_directory` where the option does not."""
-
-_PREFIX = "NIXL_ACTOR_"
-VARIABLES = (TRACE_DIRECTORY_VARIABLE, f"{_PREFIX}ENGINES", f"{_PREFIX}CURVE_DIRECTORY")
-"""All environment variables of this package. The latter are for `nixl-actor`, and may be set beside an engine."""
 
 _OF_A_SERVICE = re.compile("_(SERVICE_HOST|(SERVICE_)?PORT(_.+)?)$")
 """Variables that Kubernetes makes of the name of a service."""
@@ -352,7 +346,7 @@ def unknown_variables(environment: Mapping[str, str] | None = None) -> list[str]
     return sorted(
         shorten(name)
         for name in names
-        if name.startswith(_PREFIX) and name not in VARIABLES and not _OF_A_SERVICE.search(name)
+        if name.startswith(PREFIX) and name not in VARIABLES and not _OF_A_SERVICE.search(name)
     )
 
 

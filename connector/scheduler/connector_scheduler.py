@@ -31,7 +31,8 @@ from connector import DISTRIBUTION
 from connector.actor_death import act_on
 from connector.addresses import is_all_interfaces, is_loopback, join_address
 from connector.clock import NS_PER_SECOND, Clock, to_ns
-from connector.config import VARIABLES, ConnectorOptions, in_force, unknown_variables
+from connector.config import ConnectorOptions, in_force, unknown_variables
+from connector.environment import VARIABLES
 from connector.key_files import listener_access, own_workers_access, params_key_file, warn_of_insecurity
 from connector.observe import catalogue
 from connector.observe.event_log import EventLog, FailureLog

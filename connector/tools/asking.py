@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import trio
 
 from connector.addresses import join_address, lacks_brackets, split_address
+from connector.environment import CURVE_DIRECTORY_VARIABLE, ENGINES_VARIABLE
 from connector.ports.curve_keys import CurveKeys
 from connector.ports.gate import ANYBODY, Access
 from connector.ports.host_names import HostNames
@@ -29,12 +30,11 @@ from connector.wire.bounded import HOST_LENGTH_MAX, DecodeFailed, shorten
 from connector.wire.handshake import Advertisement, decode_advertisement, encode_request
 from statemachine import failures
 
-ENGINES_VARIABLE = "NIXL_ACTOR_ENGINES"
 PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 DEFAULT_PORT = 5600
 _KEYS_OF_A_TOOL = (
-    "a tool has the keys of --keys or NIXL_ACTOR_CURVE_DIRECTORY, and each end needs the other's public key in its "
+    f"a tool has the keys of --keys or {CURVE_DIRECTORY_VARIABLE}, and each end needs the other's public key in its "
     "folder accepted"
 )
 

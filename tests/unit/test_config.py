@@ -12,7 +12,6 @@ import pytest
 
 import connector
 from connector.config import (
-    VARIABLES,
     ConnectorOptions,
     OptionError,
     in_force,
@@ -20,6 +19,7 @@ from connector.config import (
     unknown_variables,
     warn_of_options,
 )
+from connector.environment import VARIABLES
 
 
 def _error(extra: dict[Any, Any]) -> OptionError:

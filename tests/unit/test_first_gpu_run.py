@@ -21,7 +21,8 @@ from vllm.benchmarks.serve import add_cli_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm_router.launch_router import parse_router_args
 
-from connector.config import TRACE_DIRECTORY_VARIABLE, parse_options
+from connector.config import parse_options
+from connector.environment import TRACE_DIRECTORY_VARIABLE
 from tests.unit.serve_arguments import serve_arguments, transfer_config
 
 ROOT = Path(__file__).parents[2]

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from connector.environment import CURVE_DIRECTORY_VARIABLE, ENGINES_VARIABLE
 from connector.tools.cli.output import PIPE_COLUMNS, say, say_json, wall_clock
 from connector.tools.cli.trace import records_about
 
@@ -58,7 +59,7 @@ KeyDirectory = Annotated[
         "--keys",
         "-k",
         metavar="DIR",
-        envvar="NIXL_ACTOR_CURVE_DIRECTORY",
+        envvar=CURVE_DIRECTORY_VARIABLE,
         help="Directory of keys (nixl-actor keys curve) of this tool, for engines with the option curve_directory.",
     ),
 ]
@@ -92,7 +93,6 @@ def why(
         live = Live(shifts=shifts)
         looked_at = [str(trace)]
     else:
-        from connector.tools.asking import ENGINES_VARIABLE
         from connector.tools.live import look_up
         from connector.wire.inspection import MATCH_LENGTH_MAX
 
