@@ -118,8 +118,10 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         `pairs` are those of any READ.
         """
         nothing = np.empty(0, np.int64)
+        if not any(pair.unfilled_block.size for pair in pairs):
+            return nothing, nothing
         addresses, lengths = [nothing], [nothing]
-        for copy in self.own if any(pair.unfilled_block.size for pair in pairs) else ():
+        for copy in self.own:
             blocks, chunks = pairs[copy.group].unfilled_block, pairs[copy.group].unfilled_chunk
             place = copy.local
             addresses.append(copy.local_address + blocks * place.block_stride_bytes + chunks * place.chunk_stride_bytes)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from connector.layout.blocks import GroupBlocks
+from connector.layout import blocks
+from connector.layout.blocks import ChunkPairs, GroupBlocks, GroupPair
 from connector.layout.geometry import BlockIdError, CacheGroup, Piece, RankLayout, Region
 from connector.layout.plan import EnginePlan
 from connector.ports.nixl import DescriptorIds, MemoryRun
@@ -207,3 +209,36 @@ def test_last_logical_block_is_inside_and_the_next_is_not() -> None:
     assert _ids(plan, [7], [7])[0].max() == 2 * 8 * 3 - 1
     with pytest.raises(BlockIdError):
         _ids(plan, [8], [7])
+
+
+@st.composite
+def _tables(draw: st.DrawFn) -> tuple[GroupPair, GroupBlocks]:
+    """Tables of one request, for blocks of tokens of one size, or for states; some do not reach."""
+    group = CacheGroup(tokens_per_kernel_block=draw(st.sampled_from((0, 4))))
+    pool = draw(st.integers(1, 9))
+    local, remote = (draw(st.permutations(range(pool)))[: draw(st.integers(0, pool))] for _ in range(2))
+    tables = GroupBlocks(
+        local=local,
+        remote=remote,
+        local_first=draw(st.integers(0, 3)),
+        remote_first=draw(st.integers(0, 3)),
+        num_tokens=draw(st.none() | st.integers(0, 40)),
+        window_tokens=draw(st.none() | st.integers(1, 12)),
+    )
+    return GroupPair(local=group, remote=group, local_ids=pool, remote_ids=pool), tables
+
+
+def _paired(pair: GroupPair, tables: GroupBlocks) -> list[list[int]] | str:
+    try:
+        pairs: ChunkPairs = pair.pair(tables)
+    except BlockIdError as error:
+        return str(error)
+    return [getattr(pairs, name).tolist() for name in ChunkPairs.__struct_fields__]
+
+
+@settings(on_any_machine, max_examples=500)
+@given(_tables())
+def test_whole_blocks_are_paired_as_chunks_are(case: tuple[GroupPair, GroupBlocks]) -> None:
+    whole = _paired(*case)
+    with patch.object(blocks, "_each_id_is_a_chunk", return_value=False):
+        assert _paired(*case) == whole
