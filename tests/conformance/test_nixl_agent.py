@@ -1035,6 +1035,36 @@ class TestRealNixlPort(NixlPortSuite):
 
         self.run(scenario)
 
+    def test_a_read_that_was_ordered_while_nixl_hung_is_not_posted_after_the_port_was_closed(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        hangs, gate = threading.Event(), threading.Event()
+
+        async def scenario(world: NixlWorld) -> None:
+            reader, *_ = await reader_and_source(world)
+            assert isinstance(reader.port, RealNixlPort)
+            core = reader.port._core
+
+            poll = core.poll_reads
+
+            def hang() -> list[Any]:
+                core.poll_reads = poll  # type: ignore[method-assign]
+                hangs.set()
+                _wait(gate)
+                return poll()
+
+            core.poll_reads = hang  # type: ignore[method-assign]
+            while not hangs.is_set():
+                await trio.sleep(0.01)
+            handle = reader.order([1, 2], [3, 4])
+            monkeypatch.setattr(agent_port, "TEARDOWN_SECONDS_MAX", 0.2)
+            assert await reader.port.aclose(0) == []
+            gate.set()
+            assert not (await reader.recorder.end_of(handle)).was_posted
+            assert reader.untouched(range(BLOCKS))
+
+        self.run(scenario)
+
     def test_a_callback_that_raises_breaks_nothing(self, caplog: pytest.LogCaptureFixture) -> None:
         async def scenario(world: NixlWorld) -> None:
             reader, source, *_ = await reader_and_source(world)

@@ -216,6 +216,10 @@ class AgentThread:
         cost = PollCost()
         while True:
             self.turns += 1
+            # Before the next call: a poll may have hung until long after the port was closed, and whoever closed it was
+            # told of all READs that may still write.
+            if self._close_at is not None and time.monotonic() >= self._close_at:
+                return
             if self._execute_next(core, pause_seconds):
                 active_at = moved_at = time.monotonic()
                 if active_at - looked_at < LOOK_SECONDS and not self._calls.is_empty:
