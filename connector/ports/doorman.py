@@ -123,20 +123,21 @@ class Doorman:
         self._newcomers = trio.lowlevel.ParkingLot()
         self.dropped = 0
         """Messages so far, for want of an allowance."""
-        # Without a limit: libzmq's I/O thread would wait for us.
-        events.setsockopt(zmq.RCVHWM, 0)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(events.close)
+            # Without a limit: libzmq's I/O thread would wait for us.
+            events.setsockopt(zmq.RCVHWM, 0)
             router.monitor(endpoint, _EVENTS)
             events.connect(endpoint)
-            self._both = select.epoll(2)
-            self._busy = select.epoll()
+            self._both = undo.enter_context(select.epoll(2))
+            self._busy = undo.enter_context(select.epoll())
             self._nothing = os.open(os.devnull, os.O_RDONLY)
+            undo.callback(os.close, self._nothing)
             self._spare = os.dup(self._nothing)
+            undo.callback(os.close, self._spare)
             for each in (router, events):
                 self._both.register(each.FD, select.EPOLLIN)
-        except (zmq.ZMQError, OSError):
-            events.close()
-            raise
+            undo.pop_all()
 
     def fileno(self) -> int:
         """Readable when there is news of the ROUTER or of its connections."""
