@@ -331,7 +331,8 @@ class LeaseKeeper:
 
     def _end(self, lease: LeaseName, *, expired: bool) -> None:
         self._emit(SendEnded(lease=lease, expired=expired))
-        self._owed.pop(lease.request_id, None)
+        if self._owed.get(lease.request_id) == lease:  # not that of a later request of this id
+            del self._owed[lease.request_id]
 
     def _sums_frames(self, asked: wire.AskSums) -> tuple[bytes, ...]:
         """The answer; empty: there is none."""

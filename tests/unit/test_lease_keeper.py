@@ -14,7 +14,7 @@ import pytest
 import trio
 import trio.testing
 
-from connector.clock import BootClock, Clock, to_ns
+from connector.clock import NS_PER_SECOND, BootClock, Clock, to_ns
 from connector.config import ConnectorOptions, parse_options
 from connector.observe.catalogue import LATE_NOTIFICATIONS, STRAY_RELEASES, TURNED_AWAY
 from connector.observe.log import root_cause
@@ -484,6 +484,28 @@ def test_a_crash_with_one_deadline_costs_no_other() -> None:
         await trio.sleep(LEASE_SECONDS + 1)
         assert rank.ended().keys() >= {"a", "c"}
         assert rank.crashes == ["lease keeper: injected"]
+
+    run_ahead(test)
+
+
+def test_the_end_of_an_earlier_lease_of_the_same_id_is_not_that_of_the_later_one() -> None:
+    """The book has the grant of the later one when the keeper comes to a release that was sent before."""
+
+    async def test(rank: Rank) -> None:
+        rank.lend("a", 1)
+        await turn()
+        rank.keeper.notify("d", b"a:1")
+        again = rank.lend("a", 2)
+        await turn()
+        assert rank.ended() == {"a": False}
+        rank.events.clear()
+        rank.breaks_on = SendEnded
+        await trio.sleep(LEASE_SECONDS + 1)
+        assert rank.breaks_on is None
+        assert rank.events == []
+        await trio.sleep(2 * rank.keeper._look_ns / NS_PER_SECOND)
+        assert rank.events == [SendEnded(lease=again, expired=True)]
+        assert sum("was lost" in crash for crash in rank.crashes) == 1
 
     run_ahead(test)
 
