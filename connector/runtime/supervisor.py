@@ -162,7 +162,8 @@ class Supervisor:
     # --- life ---------------------------------------------------------------------------------------------------
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Until `stop`. Returns after every actor has ended and both doors are closed."""
+        """Until `stop`. Returns after every actor has ended and both doors are closed: not while a call of NIXL that an
+        actor has to wait for hangs."""
         keeper = self._lease_keeper
         try:
             async with trio.open_nursery() as nursery:
@@ -178,6 +179,11 @@ class Supervisor:
                 await self._stop_requested.wait()
                 await self._wind_down()
                 nursery.cancel_scope.cancel()
+                # One of its tasks may wait for a call of NIXL that hangs. The sockets do not wait for that, but for the
+                # turn in which each task hears that it is cancelled: none finds them closed.
+                for _ in range(2):
+                    await trio.lowlevel.cancel_shielded_checkpoint()
+                self._context.side_channel.close()
         finally:
             try:
                 self._close_roster()
@@ -205,7 +211,8 @@ class Supervisor:
         for actor in list(self._peers.values()):
             actor.end(self._stopped)
         self._close_roster()
-        await self._reads.release_local_lists()
+        with trio.move_on_after(SHUTDOWN_GRACE_SECONDS):
+            await self._reads.release_local_lists()
 
     def _why_stopped(self) -> str | None:
         """Why nothing is lent any more, for tools; None: it is."""

@@ -6,6 +6,7 @@ hangs does; everything else of the engine goes on.
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,9 +15,11 @@ import pytest
 import trio
 
 from connector.config import ConnectorOptions
+from connector.ports.nixl import PortCounts
 from connector.ports.nixl_agent.calls import Call
 from connector.protocol import AbortPull
-from tests.actors.engines import Engine, engine, lease_of, parallel_engine, read, until
+from connector.runtime import supervisor
+from tests.actors.engines import HOST, Engine, engine, lease_of, parallel_engine, read, until
 from tests.actors.test_parallel import fill, lend
 from tests.actors.test_peers import failure_of, forget, nobody, reads
 from tests.actors.test_pull import run
@@ -46,6 +49,11 @@ def held_up(p: Engine) -> Iterator[None]:
         yield
     finally:
         goes_on.set()
+
+
+def is_listening(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex((HOST, port)) == 0
 
 
 async def in_flight(d: Engine, count: int) -> None:
@@ -208,5 +216,33 @@ def test_a_prefill_engine_that_shuts_down_under_a_read_gives_no_wrong_byte(waits
             assert d.crashes == []
             async with engine("q", serves=True) as q:
                 await reads(d, q, "after")
+
+    run(test)
+
+
+@pytest.mark.parametrize("hangs_in", ["another call", "a call of its own"])
+def test_the_control_socket_closes_although_nixl_hangs_while_its_worker_stops(
+    monkeypatch: pytest.MonkeyPatch, hangs_in: str
+) -> None:
+    """The lists of its own memory, and those of P, cannot be given back until NIXL goes on."""
+    monkeypatch.setattr(supervisor, "SHUTDOWN_GRACE_SECONDS", 0.3)
+
+    async def test() -> None:
+        async with engine("p", serves=True) as p, engine("d") as d:
+            await reads(d, p, "before")
+            goes_on = threading.Event()
+            if hangs_in == "another call":
+                assert d.port._thread.submit(Call(lambda _core: goes_on.wait(30.0)))
+            else:
+                remove = d.port._core.remove_remote_agent
+                d.port._core.remove_remote_agent = lambda name: (goes_on.wait(30.0), remove(name))  # type: ignore[method-assign,func-returns-value]
+            try:
+                d.supervisor.stop()
+                await until(lambda: not is_listening(d.control.port), 5.0)
+            finally:
+                goes_on.set()
+            await until(lambda: not d.port._thread.is_alive())
+            assert d.counts() == PortCounts(0, 0, 0, 0)
+            assert d.crashes == []
 
     run(test)
