@@ -20,6 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, assert_never
 
+import trio
+
 from connector.clock import Clock
 from connector.observe.catalogue import READS_FAILED
 from connector.ports.nixl import (
@@ -206,7 +208,8 @@ class Reads:
             # Another handshake may have prepared the same runs meanwhile; the first one stays.
             first = self._local_lists.setdefault(runs, handle)
             if first != handle:
-                await self.port.release_descriptor_list(handle)
+                with trio.CancelScope(shield=True):  # nobody else knows of it
+                    await self.port.release_descriptor_list(handle)
                 handle = first
         return handle
 

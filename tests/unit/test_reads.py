@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import trio
+import trio.testing
 
 from connector.clock import BootClock
 from connector.ports import nixl
@@ -101,6 +102,43 @@ def test_an_agent_is_removed_when_the_last_who_stands_on_it_lets_go() -> None:
         await other.let_go(reads)
         assert (port.removed, other.over) == (["p"], ["p"])
         assert await reads.load_agent(b"p", one) == "p"
+
+    trio.run(test)
+
+
+class Lists(Port):
+    """It prepares lists when it is told to, and is slow to release them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prepares = trio.Event()
+        self.lists: set[int] = set()
+        self.releases = 0
+
+    async def prepare_local(self, runs: object) -> int:
+        await self.prepares.wait()
+        self.lists.add(len(self.lists))
+        return len(self.lists) - 1
+
+    async def release_descriptor_list(self, handle: int) -> None:
+        self.releases += 1
+        await trio.sleep(0.01)
+        self.lists.remove(handle)
+
+
+def test_of_two_lists_of_the_same_memory_one_is_released_although_nobody_wants_it_any_more() -> None:
+    async def test() -> None:
+        port = Lists()
+        reads = reads_of(port)
+        async with trio.open_nursery() as nursery:
+            for _ in range(2):
+                nursery.start_soon(reads.local_list, (nixl.MemoryRun(0, 1, 1, 1),))
+            await trio.testing.wait_all_tasks_blocked()
+            port.prepares.set()
+            while not port.releases:
+                await trio.sleep(0)
+            nursery.cancel_scope.cancel()
+        assert len(port.lists) == reads.local_lists == 1
 
     trio.run(test)
 
