@@ -370,6 +370,26 @@ class NixlPortSuite(ABC):
 
         self.run(scenario)
 
+    @pytest.mark.parametrize("how", ["broken", "forgotten"])
+    def test_a_peer_that_was_reached_stays_so_until_it_is_removed(self, how: str) -> None:
+        """Only a READ shows that it cannot be read any more."""
+
+        async def scenario(world: NixlWorld) -> None:
+            reader, peer = await reader_and_peer(world, stepwise=False)
+            await reader.recorder.done(await reader.post([1], [1]))
+            if how == "broken":
+                await peer.lose_block(33)
+                lost = await reader.recorder.failed(await reader.post([33], [33]), quiescent=True)
+                assert lost.transport_lost
+            else:
+                await world.forget_agent(reader.port, reader.peer_name)
+            await reader.port.reach(reader.peer_name)
+            await reader.port.remove_remote_agent(reader.peer_name)
+            with pytest.raises(NixlCallFailed):
+                await reader.port.reach(reader.peer_name)
+
+        self.run(scenario)
+
     @pytest.mark.parametrize("how", ["removed", "closed"])
     def test_who_waits_for_a_peer_is_told_when_nobody_will_reach_it_any_more(self, how: str) -> None:
         async def scenario(world: NixlWorld) -> None:
@@ -804,11 +824,34 @@ class NixlPortSuite(ABC):
             with pytest.raises(NixlCallFailed) as failed:
                 await reader.port.send_notification(reader.peer_name, b"hello")
             assert failed.value.transport_lost
+            with pytest.raises(NixlCallFailed):
+                await reader.port.prepare_remote(reader.peer_name, [peer.run])
             assert reader.untouched([3, 5])
             await reader.port.remove_remote_agent(reader.peer_name)
             await reader.connect(peer.metadata, peer.run)
             await reader.recorder.done(await reader.post([3, 5], [3, 5]))
             assert reader.holds([1, 2, 3, 5], [1, 2, 3, 5])
+            await reader.port.remove_remote_agent(reader.peer_name)
+            assert reader.port.counts().remote_agents == 0
+
+        self.run(scenario)
+
+    def test_a_peer_that_was_forgotten_is_loaded_anew_by_adding_it_alone(self) -> None:
+        """Somebody else may want it, who has not noticed. What was prepared before stays useless."""
+
+        async def scenario(world: NixlWorld) -> None:
+            reader, peer = await reader_and_peer(world, stepwise=False)
+            await reader.recorder.done(await reader.post([1, 2], [1, 2]))
+            await world.forget_agent(reader.port, reader.peer_name)
+            assert await reader.port.add_remote_agent(peer.metadata) == reader.peer_name
+            with pytest.raises(NixlCallFailed) as failed:
+                await reader.post([3], [3])
+            assert failed.value.transport_lost
+            reader.remote = await reader.port.prepare_remote(reader.peer_name, [peer.run])
+            await reader.port.reach(reader.peer_name)
+            await reader.recorder.done(await reader.post([3, 5], [3, 5]))
+            assert reader.holds([1, 2, 3, 5], [1, 2, 3, 5])
+            await reader.port.send_notification(reader.peer_name, b"hello")
             await reader.port.remove_remote_agent(reader.peer_name)
             assert reader.port.counts().remote_agents == 0
 

@@ -10,6 +10,7 @@ from math import inf
 import numpy as np
 import pytest
 import trio
+import trio.testing
 from trio.testing import MockClock
 
 from connector.clock import BootClock
@@ -266,6 +267,25 @@ class TestFakeNixlOverANetwork(FakeNixlSuite):
             memory[:] = 2
             await reader.recorder.end_of(handle)
             assert set(reader.memory.reshape(-1).tolist()) == {1, 2}
+
+        self.run(scenario)
+
+    def test_a_call_that_was_begun_is_done_although_it_is_cancelled(self) -> None:
+        """As with real agents, where it takes microseconds; one behind another is withdrawn."""
+
+        async def scenario(world: NixlWorld) -> None:
+            reader = await new_reader(world)
+            prepared: list[int] = []
+
+            async def prepare() -> None:
+                prepared.append(await reader.port.prepare_local([reader.run]))
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(prepare)
+                nursery.start_soon(prepare)
+                await trio.testing.wait_all_tasks_blocked()
+                nursery.cancel_scope.cancel()
+            assert len(prepared) == reader.port.counts().descriptor_lists == 1
 
         self.run(scenario)
 

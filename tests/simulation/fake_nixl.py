@@ -20,7 +20,8 @@ What it takes over from real agents (measured on NIXL 1.5.1 over UCX)
 * a READ of memory that is gone breaks the connection although the peer lives;
 * a list that was prepared before its agent was removed is of no use after the agent was added again;
 * an agent that NIXL forgets by itself: what was posted to it goes on, what is asked of it raises;
-* adding the same agent with other metadata is refused, adding it again is not;
+* adding the same agent with other metadata is refused, adding it again is not, and loads it anew if it was forgotten;
+* a call that the agent's thread has begun is not withdrawn when it is cancelled: it is done, and returns;
 * a connection is made soon after its agent was loaded, or when a process that stood still goes on, to whoever is at its
   place then: where the agent's has ended and another one was opened there since (`FakeNixlWorld.open`), other memory is
   read;
@@ -154,6 +155,8 @@ class _Connection:
     followers: list[Callable[[], None]]
     """What goes on when it is made."""
     is_made: bool = False
+    is_reached: bool = False
+    """Something was read over it: `reach` asks no more."""
     is_broken: bool = False
     is_removed: bool = False
     is_forgotten: bool = False
@@ -283,6 +286,7 @@ class FakeNixlWorld:
         if connection.target.may_be_recalled:
             self.announce_death(connection.target)
         else:
+            connection.is_reached = True
             connection.settled.set()
         followers, connection.followers = connection.followers, []
         for go_on in followers:
@@ -633,7 +637,7 @@ class FakeNixlPort:
         known = self._agents.get(said.name)
         if known is not None and known.metadata != metadata:
             raise NixlCallFailed("add_remote_agent", NOT_ALLOWED)
-        if known is None:
+        if known is None or known.is_forgotten:
             connection = _Connection(self, metadata, named=target, target=target, settled=trio.Event(), followers=[])
             self._agents[said.name] = connection
             self._connections.append(connection)
@@ -649,8 +653,11 @@ class FakeNixlPort:
                 self._world.note_misuse(f"{self._agent_name} removed {name} under {reads} READs")
             connection.is_removed = True
             connection.settled.set()
-            self._errored = {handle: each for handle, each in self._errored.items() if each is not connection}
-            self._world.let_strays_end(connection)
+            of_agent = [each for each in self._connections if each.metadata == connection.metadata]
+            self._errored = {handle: each for handle, each in self._errored.items() if each not in of_agent}
+            for each in of_agent:  # those that were forgotten, too
+                each.is_removed = True
+                self._world.let_strays_end(each)
             self._drop_useless_connections()
 
     async def prepare_local(self, runs: Sequence[MemoryRun]) -> DescriptorListHandle:
@@ -660,7 +667,8 @@ class FakeNixlPort:
     async def prepare_remote(self, agent: AgentName, runs: Sequence[MemoryRun]) -> DescriptorListHandle:
         await self._turn()
         connection = self._agents.get(agent)
-        if connection is None or self._world.rules.prepare_refused(self._agent_name, agent):
+        is_refused = self._world.rules.prepare_refused(self._agent_name, agent)
+        if connection is None or connection.is_forgotten or is_refused:
             raise NixlCallFailed("prepare_remote", NOT_FOUND)
         ranges = msgspec.msgpack.decode(connection.metadata, type=_Metadata).ranges
         return self._prepare("prepare_remote", connection, ranges, runs)
@@ -686,9 +694,9 @@ class FakeNixlPort:
         if connection is not None:
             await connection.settled.wait()
         self._refuse_if_closed()
-        if connection is None or connection.is_removed or connection.is_forgotten:
+        if connection is None or connection.is_removed or (connection.is_forgotten and not connection.is_reached):
             raise NixlCallFailed("reach", NOT_FOUND)
-        if connection.is_broken:
+        if connection.is_broken and not connection.is_reached:
             raise NixlCallFailed("reach", DISCONNECTED, transport_lost=True)
 
     async def release_descriptor_list(self, handle: DescriptorListHandle) -> None:
@@ -817,7 +825,9 @@ class FakeNixlPort:
         """Wait until the agent's thread has come to this call and done it."""
         await trio.lowlevel.checkpoint_if_cancelled()
         self._refuse_if_closed()
-        await trio.sleep_until(self._next_turn())
+        is_begun = self._busy_until <= trio.current_time()
+        with trio.CancelScope(shield=is_begun):
+            await trio.sleep_until(self._next_turn())
         if self.is_dead or self._is_closed:
             raise PortClosed(self._agent_name)
 
