@@ -297,6 +297,12 @@ class Lending:
     def next_deadline(self) -> int | None:
         return self._timers.next_ns() if self._hears_until_ns is None else self._hears_until_ns
 
+    @property
+    def hears_first(self) -> bool:
+        """Whether what is due has not ended, because this process had stood still. Never for longer than it has been
+        given (`LendingLimits.standstill_ns`), if it is advanced when it says."""
+        return self._hears_until_ns is not None
+
     def advance(self, now_ns: int) -> list[LendingEffect]:
         """End what is due. One at a time: if one raises, the others stay due."""
         if self._hears_first(now_ns):

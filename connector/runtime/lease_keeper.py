@@ -195,11 +195,13 @@ class LeaseKeeper:
             is_empty = True
             while True:
                 now_ns, next_ns = self._clock.now_ns(), self._core.next_deadline()
-                # The core has heard of all that this book has, and has ended what is due.
-                if is_empty and self._looks_ns <= now_ns:
-                    self._end_overdue(now_ns)
-                if next_ns is None or next_ns > self._looks_ns:
-                    next_ns = self._looks_ns
+                # The core has heard of all that this book has, and has ended what is due; not while it hears first
+                # what was said when this process stood still.
+                if not self._core.hears_first:
+                    if is_empty and self._looks_ns <= now_ns:
+                        self._end_overdue(now_ns)
+                    if next_ns is None or next_ns > self._looks_ns:
+                        next_ns = self._looks_ns
                 await self._inbox.wait(seconds_until(next_ns, now_ns))
                 self._named_in_turn = 0
                 is_empty = False

@@ -316,6 +316,31 @@ def test_a_keeper_that_is_run_again_goes_on_where_it_was() -> None:
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
+def test_what_is_due_when_this_process_has_stood_still_was_not_lost() -> None:
+    """The core hears first what was said meanwhile; for that long it is no bug that it has ended nothing."""
+
+    class Clock(TrioClock):
+        stood_still_ns = 0
+
+        def now_ns(self) -> int:
+            return super().now_ns() + self.stood_still_ns
+
+    async def main() -> None:
+        clock = Clock()
+        rank = Rank(clock)
+        async with running(rank):
+            await trio.sleep(rank.keeper._look_ns / NS_PER_SECOND - 1)
+            rank.lend("a")
+            await trio.sleep(2)  # one look has seen it
+            clock.stood_still_ns = 2 * rank.keeper._look_ns
+            await trio.sleep(2 * LEASE_SECONDS)
+        assert rank.crashes == []
+        assert rank.ended() == {"a": True}
+        assert [step[1:] for step in rank.steps][-1] == ("DeadlinePassed", "expired")
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
 # --- floods and crashes -----------------------------------------------------------------------------------------------
 
 
