@@ -319,6 +319,29 @@ def test_what_is_over_is_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -
     assert len(core._newest) == 10
 
 
+def test_what_is_known_of_those_that_are_over_is_forgotten_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers of what has expired, and that an id was used twice."""
+    monkeypatch.setattr(lending, "ENDED_MAX", 10)
+    core = Lending(LIMITS)
+    names = [LeaseName(f"r{number // 2}", number) for number in range(1, 61)]
+    for name in names:
+        core.handle(Granted(lease=name, fixed_ns=50), 0)
+        hold(core, 0, name)
+        core.advance(50)
+    assert len(core._ended) == len(core._readers_of_expired) == 10
+    assert core._newest.keys() == {name.request_id for name in names[-10:]}
+    assert core._reused <= core._newest.keys()
+
+
+def test_a_reader_without_a_name_of_its_own_may_hold_again_what_it_has_released() -> None:
+    """Who says the same name twice is not told apart from another life of its rank."""
+    core = lent(A)
+    hold(core, 0, A)
+    hold(core, 0, A, engine_id="other")
+    release(core, A)
+    assert hold(core, 1, A).held == ((A, 100),)
+
+
 def test_a_deadline_whose_step_raises_leaves_the_others_due(monkeypatch: pytest.MonkeyPatch) -> None:
     core = Lending(LIMITS)
     step = core._step

@@ -1974,3 +1974,33 @@ def test_leases_that_were_released_are_remembered_up_to_a_bound(monkeypatch: pyt
         drive.confirm(lease)
     refused = [bool(only(drive.start(f"again{lease.number}", lease), Report)) for lease in leases]
     assert refused == [False, False, True, True, True]
+
+
+def test_a_lease_that_is_kept_and_gone_is_wanted_no_more() -> None:
+    """Otherwise the engine would be connected again and again for it, and never be unused."""
+    drive = Driver()
+    kept = Started(request_id="a", lease=A, address=ADDRESS, age_ns=0, keeps_lease=True)
+    drive.feed(kept)
+    drive.connect()
+    drive.resolve("a")
+    drive.held(60 * S)
+    drive.end("a")
+    assert not drive.core.is_unused, "it is kept for requests that may come"
+    drive.gone()
+    assert drive.core.is_unused
+    assert drive.core.claimed() == []
+
+
+def test_a_release_is_said_for_as_long_as_p_may_keep_the_blocks() -> None:
+    """P may have said that it keeps them for longer than a lease: a fixed time."""
+    drive = Driver()
+    drive.start("a")
+    drive.connect()
+    drive.resolve("a")
+    drive.held(600 * S)
+    drive.end("a")
+    drive.feed(LinkLost(connection=1, detail="reset"), TornDown(connection=1))
+    drive.wait(2 * LIMITS.lease_ns)
+    assert drive.core.claimed() == [A], "it is owed still"
+    drive.wait(600 * S)
+    assert drive.core.claimed() == []
