@@ -21,8 +21,8 @@ from connector.observe.advice import named
 from connector.ports.side_channel import NotASideChannel, SideChannel, SideChannelError
 from connector.protocol import MeetPeer, PeerAddress
 from connector.runtime.effects import carry_out, internal_error
-from connector.wire.administration import MEET_PLACES_MAX, MeetReport, PlaceRow
-from connector.wire.bounded import DecodeFailed
+from connector.wire.administration import MEET_PLACES_MAX, PROBLEM_LENGTH_MAX, MeetReport, PlaceRow
+from connector.wire.bounded import DecodeFailed, shorten
 from connector.wire.handshake import decode_advertisement, encode_request
 from statemachine import introduction as core
 from statemachine.failures import Failure
@@ -149,7 +149,7 @@ class Introducer:
             place=place,
             state=value.state.value,
             engine_id=answered_by(value),
-            problem=str(value.problem or ""),
+            problem=shorten(str(value.problem or ""), PROBLEM_LENGTH_MAX),
             kind=kind_of(value.problem),
         )
 

@@ -22,7 +22,15 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from connector.wire.bounded import DecodeFailed, Natural, Place, decode_frame, decode_msgpack, shorten
+from connector.wire.bounded import (
+    ID_LENGTH_MAX,
+    DecodeFailed,
+    Natural,
+    Place,
+    decode_frame,
+    decode_msgpack,
+    shorten,
+)
 
 _DRAIN_ENGINE = b"drain_engine"
 REPORT_BYTES_MAX = 1 << 16
@@ -31,6 +39,12 @@ LEAVE_SECRET_BYTES = 16
 
 MEET_PLACES_MAX = 64
 """A message names at most so many places."""
+
+PROBLEM_LENGTH_MAX = 1024
+"""Characters of what a place says about its last attempt. It quotes what another engine has said."""
+
+MEET_REPORT_BYTES_MAX = MEET_PLACES_MAX * (4 * (ID_LENGTH_MAX + PROBLEM_LENGTH_MAX) + 1024)
+"""A character takes four bytes at most; the rest is for the place and for names of our own."""
 
 
 class Leave(msgspec.Struct, frozen=True, kw_only=True, tag="leave"):
@@ -149,4 +163,4 @@ def decode_leave_taken(frames_untrusted: Sequence[bytes]) -> LeaveTaken:
 
 def decode_meet_report(frames_untrusted: Sequence[bytes]) -> MeetReport:
     """Read a worker's answer. Raises DecodeFailed."""
-    return decode_frame(_met_decoder, frames_untrusted, bytes_max=REPORT_BYTES_MAX)
+    return decode_frame(_met_decoder, frames_untrusted, bytes_max=MEET_REPORT_BYTES_MAX)

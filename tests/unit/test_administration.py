@@ -19,7 +19,8 @@ from connector.tools import administration
 from connector.tools.asking import Address
 from connector.tools.cli.main import app
 from connector.tools.live import Question, survey
-from connector.wire.administration import MeetReport, PlaceRow
+from connector.wire.administration import MEET_PLACES_MAX, PROBLEM_LENGTH_MAX, MeetReport, PlaceRow, decode_meet_report
+from connector.wire.bounded import HOST_LENGTH_MAX, ID_LENGTH_MAX
 from connector.wire.handshake import encode_payload, encode_reply, parse_request
 from connector.wire.metadata import encode_agent_metadata
 from statemachine.granting import LentCounts
@@ -119,6 +120,18 @@ class RankLink:
 
     def close(self) -> None:
         pass
+
+
+def test_the_longest_report_is_read() -> None:
+    row = PlaceRow(
+        place=HOST_LENGTH_MAX * "h" + ":65535",
+        state="connecting",
+        engine_id=ID_LENGTH_MAX * "\N{ROCKET}",
+        problem=PROBLEM_LENGTH_MAX * "\N{ROCKET}",
+        kind="HandshakeMalformed",
+    )
+    report = MeetReport(rows=MEET_PLACES_MAX * (row,))
+    assert decode_meet_report([msgspec.msgpack.encode(report)]) == report
 
 
 def test_no_rank_waits_until_another_one_has_met_all(monkeypatch: pytest.MonkeyPatch) -> None:
