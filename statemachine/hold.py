@@ -3,7 +3,7 @@
     wanted      a request here wants the blocks; P has not said yet whether it keeps them
     held        P keeps them: proven until `proven_until_ns`
     assumed     P is a built-in engine, which says nothing: its lease is taken to have begun when we first heard of the
-                request, and our heartbeats to have kept it alive
+                request, and our heartbeats, which may come too late, not to have moved its end
     releasing   nobody here wants them any more; P has not confirmed that it knows
     gone        P does not keep them (or its assumed lease is over, or nobody here asks P any more because it was given
                 up): whatever is read from now on may be foreign KV
