@@ -403,6 +403,19 @@ KEEPING = (
         place=ByTest(CORE + "::test_a_release_is_said_to_each_rank_until_it_is_confirmed"),
     ),
     Mutant(
+        name="a release is owed for one lease time",
+        rule="released by the last",
+        broken="a release that P cannot hear is given up while P keeps the blocks for longer, as it had said",
+        changes=(
+            Edit(
+                Claims._end_if_unwanted,
+                "max(claim.proven_until_ns, now_ns + self._limits.lease_ns)",
+                "now_ns + self._limits.lease_ns",
+            ),
+        ),
+        place=ByTest("tests/unit/test_remote_engine.py::test_a_release_is_said_for_as_long_as_p_may_keep_the_blocks"),
+    ),
+    Mutant(
         name="not released before P is met",
         rule="released by the last",
         row=55,

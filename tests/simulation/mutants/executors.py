@@ -14,6 +14,7 @@ from connector.ports.nixl_agent import RealNixlPort, core, poll_cost
 from connector.ports.nixl_agent.core import AgentCore
 from connector.ports.nixl_agent.looks import Looks
 from connector.ports.nixl_agent.poll_cost import PollCost
+from connector.ports.nixl_agent.thread import AgentThread
 from connector.ports.zmq_bridge import ZmqRequester
 from connector.ports.zmq_bridge.monitor import Monitor
 from connector.runtime import connections, effects, handshake, lease_keeper, peer_actor, restarts
@@ -863,6 +864,28 @@ KEEPER = (
         changes=(Edit(LeaseKeeper._execute, "held=held, gone=gone,", "held=held, gone=(),"),),
         place=level2("isolation"),
     ),
+    Mutant(
+        name="what is due after a standstill is taken for lost",
+        row=52,
+        broken="whoever has stood still logs as a bug what it is about to end, and says twice that it ended",
+        changes=(Edit(LeaseKeeper.run, "if not self._core.hears_first:", "if True:"),),
+        place=ByTest(
+            "tests/unit/test_lease_keeper.py::test_what_is_due_when_this_process_has_stood_still_was_not_lost"
+        ),
+    ),
+    Mutant(
+        name="the end of an earlier lease is that of its successor in the book",
+        row=53,
+        broken="a bug over the end of a lease costs its blocks, where an earlier one of that id ended after its grant",
+        changes=(
+            Edit(
+                LeaseKeeper._end, "if self._owed.get(lease.request_id) == lease:", "if lease.request_id in self._owed:"
+            ),
+        ),
+        place=ByTest(
+            "tests/unit/test_lease_keeper.py::test_the_end_of_an_earlier_lease_of_the_same_id_is_not_that_of_the_later_one"
+        ),
+    ),
 )
 
 # --- the supervisor -------------------------------------------------------------------------------------------------
@@ -991,6 +1014,20 @@ SUPERVISOR = (
             Edit(LeaseKeeper.run, "self._clock.now_ns()", "to_ns(self._clock.wall())"),
         ),
         place=level2("held", *(fault(Kind.WALL_CLOCK_JUMP, "p0", at, 0.1) for at in (1.0, 2.0, 3.0))),
+    ),
+    Mutant(
+        name="sockets wait for a call of NIXL that hangs",
+        broken="an engine that stops answers strangers and tools until its process ends, if NIXL hangs",
+        changes=(
+            Edit(
+                Supervisor.run,
+                "            self._context.side_channel.close()\n    finally:",
+                "            pass\n    finally:",
+            ),
+        ),
+        place=ByTest(
+            "tests/actors/test_in_flight.py::test_the_control_socket_closes_although_nixl_hangs_while_its_worker_stops"
+        ),
     ),
 )
 
@@ -1124,6 +1161,20 @@ PORTS = (
         broken="vLLM waits for ever for the rank that holds a copy when a request that loads is refused",
         changes=(Edit(ConnectorWorker._answer_as_copy, "case StartPull() | RejectPull():", "case StartPull():"),),
         place=ByTest("tests/unit/test_parallelism.py::test_a_copy_serves_nobody_and_keeps_nothing_back"),
+    ),
+    Mutant(
+        name="a port that was closed posts READs",
+        broken="what was ordered while NIXL hung is posted after whoever closed the port was told that nothing is",
+        changes=(
+            Edit(
+                AgentThread._serve,
+                "if self._close_at is not None and time.monotonic() >= self._close_at:",
+                "if False:",
+            ),
+        ),
+        place=ByTest(
+            "tests/conformance/test_nixl_agent.py::TestRealNixlPort::test_a_read_that_was_ordered_while_nixl_hung_is_not_posted_after_the_port_was_closed"
+        ),
     ),
 )
 

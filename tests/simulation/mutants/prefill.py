@@ -51,6 +51,12 @@ READERS = (
         place=ByTest(LEASE + "::test_a_rank_counts_once_however_often_it_says_so"),
     ),
     Mutant(
+        name="readers of leases that are over are never forgotten",
+        broken="each lease that expires leaves its readers behind for the life of the engine",
+        changes=(Edit(Lending._forget, "self._readers_of_expired.pop(oldest, None)", "pass"),),
+        place=ByTest(LENDING + "::test_what_is_known_of_those_that_are_over_is_forgotten_with_them"),
+    ),
+    Mutant(
         name="the smallest number of ranks counts",
         rule="resolved to the largest",
         broken="a rank that says that it reads alone ends the lease of its sibling",
