@@ -16,8 +16,9 @@ Rules:
 * There is a limit to the members that stay. For a newcomer that finds no room, the unused member that was asked for
   longest ago is retired, one that is not connected before one that is. A connected one goes too, because a dead engine
   that nobody uses may look connected, for minutes or until it is asked for something: with a full table, engines that
-  replaced others would not find a place. Not for a newcomer that no request needs yet: of more engines that are to be
-  met than can stay, each would drive out another without end, and leave its sockets behind.
+  replaced others would not find a place. Not for a newcomer that no request needs yet, and nor does one that is just
+  being connected: of more engines that are to be met than can stay, each would drive out another without end, and leave
+  its sockets behind.
 * A newcomer is refused when nobody can be retired for it, and when the connector stops. From then on nothing begins at
   a member either: it would fail with the member's end, and be told another reason than the true one.
 * When a member has connected, other engines that were looked for at the same place are gone: they are retired. Not by
@@ -71,6 +72,11 @@ class Member(Protocol):
 
     @property
     def is_connected(self) -> bool: ...
+
+    @property
+    def is_shaking_hands(self) -> bool:
+        """It is being connected."""
+        ...
 
     @property
     def may_be_recalled(self) -> bool:
@@ -399,7 +405,7 @@ class Roster:
 
     def _hand_over(self, asked: Asked | MeetAsked, now_ns: int, *, takes_connected: bool) -> list[RosterEffect]:
         """Give the message to its member, which is admitted or recalled before, if need be. No effect if there is no
-        room. `takes_connected`: a connected member may be retired to make room."""
+        room. `takes_connected`: a member that is connected, or just being connected, may be retired to make room."""
         key, message = asked.key, asked.message
         entry = self._entries.get(key)
         effects: list[RosterEffect] = []
@@ -449,7 +455,7 @@ class Roster:
             member = self._member(key)
             if entry.is_retired or not member.is_unused:
                 continue
-            if member.is_connected and not takes_connected:
+            if (member.is_connected or member.is_shaking_hands) and not takes_connected:
                 continue
             candidate = (member.is_connected, entry.asked_ns, key)
             if found is None or candidate[:2] < found[:2]:

@@ -155,6 +155,10 @@ class PeerActor:
         return self.core.is_connected
 
     @property
+    def is_shaking_hands(self) -> bool:
+        return self.core.is_shaking_hands
+
+    @property
     def may_be_recalled(self) -> bool:
         """It was retired, and may never end: READs hang."""
         return self.core.may_be_recalled

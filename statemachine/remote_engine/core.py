@@ -217,6 +217,10 @@ class RemoteEngine:
         return self._connections.current is not None
 
     @property
+    def is_shaking_hands(self) -> bool:
+        return self._peer.state is peer.State.HANDSHAKING
+
+    @property
     def is_retired(self) -> bool:
         """Given up already; READs that hang may keep it for long."""
         return self._peer.is_retiring or self._peer.state is peer.State.GONE

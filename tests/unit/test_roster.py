@@ -55,6 +55,7 @@ class State:
 
     is_unused: bool = True
     is_connected: bool = False
+    is_shaking_hands: bool = False
     may_be_recalled: bool = False
 
 
@@ -220,6 +221,19 @@ def test_none_that_is_connected_makes_room_for_one_that_is_only_to_be_met() -> N
     crowded = TooManyPeers(peer="d", address="d:1", limit=2)
     assert drive.meet(D, 3) == [NoteNotMet(key=D, failure=crowded)]
     assert retired(drive.ask(D, 4, is_awaited=False)) == ["a"], "a request in the queue needs it"
+
+
+def test_nor_does_one_that_is_just_being_connected() -> None:
+    """Two that are to be met, and one place: where a handshake takes longer than the pause of the other one, neither
+    would ever be met."""
+    drive = Driver(members_max=1)
+    drive.meet(A, 0)
+    drive.members[A].is_shaking_hands = True
+    assert drive.meet(B, 1) == [NoteNotMet(key=B, failure=TooManyPeers(peer="b", address="b:1", limit=1))]
+    drive.members[A].is_shaking_hands = False
+    assert retired(drive.meet(B, 2)) == ["a"], "its handshake has failed"
+    drive.members[B].is_shaking_hands = True
+    assert retired(drive.ask(C, 3)) == ["b"], "a request needs it"
 
 
 def test_one_place_is_given_away_once() -> None:
@@ -610,7 +624,12 @@ class Orders(RuleBasedStateMachine):
         self.now_ns += 1
         drive, handed = self.drive, HandOver(key=key, message="meet")
         staying = self.staying()
-        free = [each for each in staying if drive.members[each].is_unused and not drive.members[each].is_connected]
+        states = {each: drive.members[each] for each in staying}
+        free = [
+            each
+            for each, state in states.items()
+            if state.is_unused and not (state.is_connected or state.is_shaking_hands)
+        ]
         free.sort(key=lambda each: self.asked_ns[each])
         is_known, has_room = self.is_known(key), len(staying) < self.LIMIT
         begins = self.begins(key, "meet")
@@ -659,11 +678,18 @@ class Orders(RuleBasedStateMachine):
         self.leaving.discard(key)
         self.place[key], self.asked_ns[key] = place, self.now_ns
 
-    @rule(data=st.data(), is_unused=st.booleans(), is_connected=st.booleans(), may_be_recalled=st.booleans())
-    def change(self, data: st.DataObject, is_unused: bool, is_connected: bool, may_be_recalled: bool) -> None:
+    @rule(
+        data=st.data(),
+        is_unused=st.booleans(),
+        connection=st.sampled_from(("none", "made", "being made")),
+        may_be_recalled=st.booleans(),
+    )
+    def change(self, data: st.DataObject, is_unused: bool, connection: str, may_be_recalled: bool) -> None:
         if self.drive.members:
             which = data.draw(st.sampled_from(sorted(self.drive.members)))
-            self.drive.members[which] = State(is_unused, is_connected, may_be_recalled and which in self.leaving)
+            self.drive.members[which] = State(
+                is_unused, connection == "made", connection == "being made", may_be_recalled and which in self.leaving
+            )
 
     @rule(key=KEYS, place=PLACES)
     def connect(self, key: PeerKey, place: str) -> None:

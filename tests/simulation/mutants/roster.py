@@ -74,8 +74,15 @@ MUTANTS = (
         name="the connected for nobody",
         rule="a limit to members",
         broken="a live connection makes room for an engine that no request needs",
-        changes=(Edit(Roster._make_room, "member.is_connected and not takes_connected", "False"),),
+        changes=(Edit(Roster._make_room, "member.is_connected or member", "member"),),
         place=ByTest(f"{ROSTER}::test_none_that_is_connected_makes_room_for_one_that_is_only_to_be_met"),
+    ),
+    Mutant(
+        name="who is just being connected for nobody",
+        rule="a limit to members",
+        broken="of two engines that are to be met, with one place, neither is ever met if its handshake takes long",
+        changes=(Edit(Roster._make_room, " or member.is_shaking_hands", ""),),
+        place=ByTest(f"{ROSTER}::test_nor_does_one_that_is_just_being_connected"),
     ),
     Mutant(
         name="the latest first",
