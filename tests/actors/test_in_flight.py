@@ -238,7 +238,7 @@ def test_the_control_socket_closes_although_nixl_hangs_while_its_worker_stops(
                 d.port._core.remove_remote_agent = lambda name: (goes_on.wait(30.0), remove(name))  # type: ignore[method-assign,func-returns-value]
             try:
                 d.supervisor.stop()
-                await until(lambda: not is_listening(d.control.port), 5.0)
+                await until(lambda: not is_listening(d.control.port), 20.0)
             finally:
                 goes_on.set()
             await until(lambda: not d.port._thread.is_alive())
