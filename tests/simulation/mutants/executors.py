@@ -866,7 +866,6 @@ KEEPER = (
     ),
     Mutant(
         name="what is due after a standstill is taken for lost",
-        row=52,
         broken="whoever has stood still logs as a bug what it is about to end, and says twice that it ended",
         changes=(Edit(LeaseKeeper.run, "if not self._core.hears_first:", "if True:"),),
         place=ByTest(
