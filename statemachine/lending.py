@@ -270,8 +270,7 @@ class Lending:
 
     def __init__(self, limits: LendingLimits, observe: Observer | None = None) -> None:
         self._limits = limits
-        # The leases that are not over. `_ended` never has a key of it: a lease that is over does not come back, but for
-        # a name without a number, which means another one then.
+        # The leases that are not over. `_ended` never has a key of it: a lease that is over does not come back.
         self._leases: dict[LeaseName, Lease] = {}
         # Why the others are over, oldest first, at most ENDED_MAX. In a plain dict the way to the oldest leads past all
         # that were deleted before it.
@@ -509,11 +508,9 @@ class Lending:
             self._reused.add(name.request_id)
             if before in self._leases:
                 self._step(before, machine.Superseded())
-        if name.number and name in self._ended:
+        if name in self._ended:
             # What was proven of it holds for ever.
             raise ProtocolError("lease", self._ended[name], "Computing or Granted", "no number is given out twice")
-        self._ended.pop(name, None)
-        self._readers_of_expired.pop(name, None)
         self._newest[name.request_id] = name
         fresh = Lease(name=name, age_ns=age_ns)
         self._leases[name] = fresh

@@ -182,6 +182,7 @@ def test_what_a_hold_was_promised_before_the_grant_is_kept() -> None:
     assert (lease.deadline_ns, effects) == (150, [StartLeaseTimer(deadline_ns=150)])
     lease, effects = run(NEW, hold(deadline_ns=1500), GRANTED)
     assert (lease.deadline_ns, effects) == (1500, [StartLeaseTimer(deadline_ns=1500)])
+    assert lease.latest_ns == 1500
 
 
 def test_a_heartbeat_before_the_grant_means_nothing() -> None:

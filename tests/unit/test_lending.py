@@ -203,6 +203,14 @@ def test_a_release_of_what_is_over_otherwise_is_late() -> None:
     ]
 
 
+def test_who_has_held_a_lease_that_was_not_of_fixed_length_is_late_when_it_lets_go_after_the_end() -> None:
+    """It may have read until now."""
+    core = lent(A)
+    hold(core, 10, A)
+    assert FreeBlocks(lease=A, expired=True) in core.advance(110)
+    assert release(core, A) == [NoteLateRelease(sender="d", request_id="a", was_expired=True)]
+
+
 def test_a_late_release_counts_once_however_often_it_is_said() -> None:
     """Our decode engines say a release until it is answered; a built-in one may be repeated by a flaw of its own."""
     core = lent(A)
