@@ -416,13 +416,16 @@ class LeaseExpired(Failure, frozen=True, kw_only=True):
 
 
 class DeadlineExceeded(Failure, frozen=True, kw_only=True):
-    """The whole request took longer than the option request_timeout_seconds. `phase` is where it was."""
+    """The whole request took longer than the option request_timeout_seconds. `phase` is where it was. `late_seconds`:
+    how much later than that this rank came to know it; it is whole seconds where the rank itself stood still."""
 
     timeout_seconds: float
     phase: str
+    late_seconds: int = 0
 
     def __str__(self) -> str:
-        return f"the KV transfer did not end within {self.timeout_seconds:g} s (it was {self.phase})"
+        stood_still = f", and this engine stood still for at least {self.late_seconds} s" if self.late_seconds else ""
+        return f"the KV transfer did not end within {self.timeout_seconds:g} s (it was {self.phase}{stood_still})"
 
 
 class PackingFailed(Failure, frozen=True, kw_only=True):

@@ -181,9 +181,10 @@ class PeerLost(Event, frozen=True, kw_only=True):
 
 
 class DeadlinePassed(Event, frozen=True, kw_only=True):
-    """The request as a whole took too long."""
+    """The request as a whole took too long. `late_seconds` is as in the failure."""
 
     timeout_seconds: float
+    late_seconds: int = 0
 
 
 class QuiesceTimeout(Event, frozen=True, kw_only=True):
@@ -262,7 +263,9 @@ def _over(request: Request, event: LeaseGone) -> LeaseOver:
 
 
 def _timed_out(request: Request, event: DeadlinePassed) -> DeadlineExceeded:
-    return DeadlineExceeded(timeout_seconds=event.timeout_seconds, phase=request.state.value)
+    return DeadlineExceeded(
+        timeout_seconds=event.timeout_seconds, phase=request.state.value, late_seconds=event.late_seconds
+    )
 
 
 def _on_peer_ready(request: Request, event: PeerReady) -> tuple[Request, Effects]:

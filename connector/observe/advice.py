@@ -134,7 +134,10 @@ WHAT_TO_DO: dict[str, str] = {
         "names an allocator of the CPU (ulimit -v, vm.overcommit_memory)"
     ),
     "TransferError": "look at the NIXL error in the log; a connection that is lost is rebuilt on the next request",
-    "DeadlineExceeded": "see whether P hangs; raise request_timeout_seconds if transfers are only slow",
+    "DeadlineExceeded": (
+        "see whether P hangs, or, where the line says that this engine stood still, what stopped that one; raise "
+        "request_timeout_seconds if transfers are only slow"
+    ),
     "Quarantined": (
         "see with nixl-actor doctor whether NIXL hangs on D itself, then whether P hangs, or the network between them; "
         "restart the one that does, D last"

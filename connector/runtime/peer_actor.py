@@ -213,9 +213,10 @@ class PeerActor:
         try:
             self._handle_all()
             if advance:
-                self._notices.write(self._context.clock.now_ns())
                 self._carry_out(self.core.advance(self._context.clock.now_ns()))
                 self._handle_all()
+                # Afterwards: a process that has stood still would say that a request waits whose time is over.
+                self._notices.write(self._context.clock.now_ns())
             was_connected, self._was_connected = self._was_connected, self.core.is_connected
             if was_connected and not self._was_connected:
                 self._on_disconnected()

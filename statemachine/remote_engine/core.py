@@ -138,8 +138,8 @@ class RemoteEngine:
 
     def advance(self, now_ns: int) -> list[EngineEffect]:
         """Do what is due. One deadline at a time: if one raises, the others stay due."""
-        while (key := self._timers.take_due(now_ns)) is not None:
-            self._fire(key, now_ns)
+        while (due_ns := self._timers.next_ns()) is not None and (key := self._timers.take_due(now_ns)) is not None:
+            self._fire(key, due_ns, now_ns)
             self._follow_up(now_ns)
         self._claims.send_due(now_ns)
         return self._outcome.take(now_ns)
@@ -774,12 +774,14 @@ class RemoteEngine:
 
     # --- time, and what follows -------------------------------------------------------------------------------------
 
-    def _fire(self, key: TimerKey, now_ns: int) -> None:
+    def _fire(self, key: TimerKey, due_ns: int, now_ns: int) -> None:
         kind, subject = key
         limits = self._limits
         match kind:
             case "deadline":
-                timeout = request.DeadlinePassed(timeout_seconds=limits.request_ns / NS_PER_SECOND)
+                timeout = request.DeadlinePassed(
+                    timeout_seconds=limits.request_ns / NS_PER_SECOND, late_seconds=(now_ns - due_ns) // NS_PER_SECOND
+                )
                 self._step_request(subject, timeout, now_ns)
             case "quiesce":
                 self._step_request(subject, self._quiesce_timeout, now_ns)

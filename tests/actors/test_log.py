@@ -13,7 +13,8 @@ from connector.config import ConnectorOptions
 from connector.protocol import PeerAddress
 from connector.runtime import wait_notices
 from connector.runtime.lease_keeper import LeaseKeeper
-from tests.actors.engines import engine, lease_of, lend_by_all, parallel_engine, until
+from statemachine.failures import DeadlineExceeded
+from tests.actors.engines import WarpedClock, engine, lease_of, lend_by_all, parallel_engine, until
 from tests.actors.test_peers import failure_of, nobody, reads, rested
 from tests.actors.test_pull import run
 from tests.rig.network import BlackHole, free_port
@@ -120,6 +121,26 @@ def test_a_request_that_waits_says_how_long_its_state_lasts_at_most(
             found = re.search(r"asked whether it still kept the blocks; at most (\d+) s longer", waiting)
             assert found is not None, waiting
             assert 10 < int(found[1]) <= 20
+
+    run(test)
+
+
+def test_a_request_whose_time_was_over_when_the_process_went_on_is_not_said_to_wait(
+    said: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wait_notices, "WAIT_SAID_AFTER_SECONDS", SOON_SECONDS)
+    clock = WarpedClock()
+
+    async def test() -> None:
+        with BlackHole() as silent:
+            async with engine("d", options=PATIENT, clock=clock) as d:
+                d.pull("late", nobody("hung", silent.port), [1], [1])
+                await trio.sleep(SOON_SECONDS / 10)
+                clock.leap(2 * PATIENT.request_timeout_seconds)
+                failure = await failure_of(d, "late")
+                assert isinstance(failure, DeadlineExceeded)
+                assert failure.late_seconds > PATIENT.request_timeout_seconds / 2, failure
+                assert not [line for line in said("d") if "still waits" in line]
 
     run(test)
 

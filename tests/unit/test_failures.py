@@ -45,7 +45,7 @@ EXAMPLES: list[Failure] = [
     failures.Corrupt(**_PEER, remote_request_id="cmpl-3", region="model.layers.4", block=71, differing=1, compared=640),
     failures.ChecksumsMissing(**_PEER, remote_request_id="cmpl-3"),
     failures.LeaseExpired(lent_seconds=30.5, blocks=4, holders="held by decode-1"),
-    failures.DeadlineExceeded(timeout_seconds=120.0, phase="reading"),
+    failures.DeadlineExceeded(timeout_seconds=120.0, phase="reading", late_seconds=7),
     failures.PackingFailed(error="RuntimeError('no kernel')"),
     failures.DeviceMemoryExhausted(error="CUDA out of memory"),
     failures.AbortedByClient(),

@@ -935,6 +935,15 @@ def test_a_request_takes_no_longer_than_it_may() -> None:
     assert only(drive.wait(300 * S), Report) == [failed("a", late)]
 
 
+def test_of_a_request_that_took_too_long_it_is_told_that_this_rank_stood_still_itself() -> None:
+    """The failure would blame the other engine alone. What an event loop is late by every day is not told."""
+    for late_ns, said in ((S - 1, 0), (S, 1), (40 * S, 40)):
+        drive = Driver()
+        drive.start("a")
+        late = DeadlineExceeded(timeout_seconds=300.0, phase="pending_handshake", late_seconds=said)
+        assert only(drive.core.advance(drive.now_ns + 300 * S + late_ns), Report) == [failed("a", late)]
+
+
 # --- quarantine, and connections whose READs do not end ---------------------------------------------------------------
 
 
@@ -1447,10 +1456,10 @@ def test_a_deadline_whose_handler_raises_loses_no_other(monkeypatch: pytest.Monk
         drive.start(request_id)
     fire = drive.core._fire
 
-    def raise_over_b(key: tuple[str, Any], now_ns: int) -> None:
+    def raise_over_b(key: tuple[str, Any], due_ns: int, now_ns: int) -> None:
         if key == ("deadline", "b"):
             raise RuntimeError("injected")
-        fire(key, now_ns)
+        fire(key, due_ns, now_ns)
 
     monkeypatch.setattr(drive.core, "_fire", raise_over_b)
     with pytest.raises(RuntimeError):

@@ -656,11 +656,11 @@ def test_a_deadline_that_raises_leaves_the_others_due(monkeypatch: pytest.Monkey
     fire = RemoteEngine._fire
     broken = []
 
-    def fire_unless_first(self: RemoteEngine, key: Any, now_ns: int) -> None:
+    def fire_unless_first(self: RemoteEngine, key: Any, due_ns: int, now_ns: int) -> None:
         if not broken:
             broken.append(key)
             raise RuntimeError("injected")
-        fire(self, key, now_ns)
+        fire(self, key, due_ns, now_ns)
 
     executor = Executor()
     for number in range(3):

@@ -203,7 +203,10 @@ def _why_queued(case: Case, said: Said[RequestRow], live: Live, cause: str) -> _
         return _Queued(_no_room(case.without_room.row), NO_ROOM, WHAT_TO_DO[NO_ROOM], f"{_WITH_ROOM}; {follows}")
     kept = quarantined_blocks(each.row for each in live.of(QuarantineRow) if each.engine_id == said.engine_id)
     if not kept or (facts is not None and kept < QUARANTINED_SHARE_MIN * facts.blocks):
-        advice = "nothing yet; if it takes long, see how many requests run on D and how full its KV cache is"
+        advice = (
+            "nothing yet; if it takes long, see whether D is paused (/pause, /sleep), how many requests run on it, and "
+            "how full its KV cache is"
+        )
         return _Queued(cause=cause, kind=None, advice=advice, next=follows)
     of = f" of {facts.blocks}" if facts is not None and facts.blocks else ""
     peers = live.quarantined_from(said.engine_id)

@@ -1266,8 +1266,9 @@ PEERS = (
         changes=(
             Edit(
                 RemoteEngine.advance,
-                "while (key := self._timers.take_due(now_ns)) is not None:",
-                "for key in list(iter(lambda: self._timers.take_due(now_ns), None)):",
+                "while (due_ns := self._timers.next_ns()) is not None and "
+                "(key := self._timers.take_due(now_ns)) is not None:",
+                "for due_ns, key in list(iter(lambda: (now_ns, self._timers.take_due(now_ns)), (now_ns, None))):",
             ),
         ),
         place=ByTest(CORE + "::test_a_deadline_that_raises_leaves_the_others_due"),
