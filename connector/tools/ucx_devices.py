@@ -35,11 +35,25 @@ _NO_READS = "cuda-ipc get zcopy disabled"
 _DEVICE = re.compile(r"([+-]) (\S+)")
 _COMPLAINT = re.compile(r"UCX +(?:WARN|ERROR) +(.+)")
 _PROGRAM = """
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+
+modules = ["nixl", "nixl_rocm"]
 try:
-    from nixl._api import nixl_agent, nixl_agent_config
-except ImportError:
-    from nixl_rocm._api import nixl_agent, nixl_agent_config
-nixl_agent("devices", nixl_agent_config(backends=["UCX"]))
+    # With a torch for CPUs, nixl imports all of it to see that there is no CUDA, which takes seconds, and takes these.
+    if version("torch").endswith("+cpu"):
+        modules = ["nixl_cu13", "nixl_cu12", *modules]
+except PackageNotFoundError:
+    pass
+for name in modules:
+    try:
+        api = import_module(f"{name}._api")
+        break
+    except ImportError as error:
+        problem = error
+else:
+    raise problem
+api.nixl_agent("devices", api.nixl_agent_config(backends=["UCX"]))
 """
 
 
