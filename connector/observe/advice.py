@@ -75,8 +75,9 @@ WHAT_TO_DO: dict[str, str] = {
     ),
     "HandshakeRefused": (
         "the line says why; if it names UCX's port, see whether engines reach each other's ports of UCX in both "
-        "directions (UCX_TCP_PORT_RANGE); if a worker of P has died, restart P; if P has ended the connection, see "
-        "whether it has just ended, or raise its hard limit of descriptors (ulimit -Hn)"
+        "directions (UCX_TCP_PORT_RANGE), and whether UCX_TLS and UCX_NET_DEVICES leave both one network; if a worker "
+        "of P has died, restart P; if P has ended the connection, see whether it has just ended, or raise its hard "
+        "limit of descriptors (ulimit -Hn)"
     ),
     "PreviousReadsInFlight": (
         "wait, if P was stopped or the network was away: over TCP they end two minutes after it is back at the latest, "

@@ -528,7 +528,8 @@ class Surveyor:
                 problem = f"{where} has told {len(rows)} row(s), and not all in the time: give it more (--timeout)"
             else:
                 problem = (
-                    f"{where} did not answer: the process hangs or is stopped, or a firewall drops what is sent there"
+                    f"{where} did not answer: the process hangs or is stopped, has no file descriptor left (its log "
+                    "says so), or a firewall drops what is sent there"
                 )
         except (LinkEnded, SideChannelError) as error:
             problem = f"{where} cannot be reached: {error.error}"

@@ -76,7 +76,8 @@ TEARDOWN_SECONDS_MAX = 10.0
 
 
 _WHAT_MAY_LACK = (
-    "UCX mostly has said why in the log just before: file descriptors, ulimit -n, memory, or ports, UCX_TCP_PORT_RANGE"
+    "UCX mostly has said why in the log just before: file descriptors, ulimit -n, memory, ports, UCX_TCP_PORT_RANGE, "
+    "or transports, UCX_TLS and UCX_NET_DEVICES"
 )
 
 
