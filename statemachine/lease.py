@@ -35,6 +35,7 @@ The bound. Renewals end at `latest_ns`: a reader that never reads cannot pin our
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 import msgspec
@@ -329,12 +330,13 @@ MACHINE: Machine[Lease, Effects] = Machine(
 )
 
 
-def holders_in_words(ended: Lease) -> str:
-    """Who wanted its blocks, and how far each has come."""
+def holders_in_words(ended: Lease, address_of: Callable[[str], str] = lambda engine_id: "") -> str:
+    """Who wanted its blocks, where that is, if it is known, and how far each has come."""
     if not ended.holders:
         return "no decode engine has asked for it"
     held = "held by " + ", ".join(
-        f"{holder.engine_id or 'built-in engines'} ({len(holder.released)} of {holder.ranks} ranks are done"
+        f"{holder.engine_id or 'built-in engines'}{f' at {at}' if (at := address_of(holder.engine_id)) else ''} "
+        f"({len(holder.released)} of {holder.ranks} ranks are done"
         + (f", and not {count} other process(es) of that id)" if (count := holder.unreleased_incarnations) else ")")
         for holder in ended.holders
     )

@@ -112,19 +112,22 @@ class EventLog:
         """For the core of one remote engine. `describe` names it and says where it is."""
         return _PeerObserver(self, self._clock, describe)
 
-    def observe_lease(
-        self, machine: str, subject: Hashable, before: object, event: Event | None, after: object
-    ) -> None:
-        """Told of every other state of a lease. One that lends blocks back for a fixed time may well end unread."""
-        assert isinstance(after, lease.Lease)
-        if after.state is not lease.State.EXPIRED or after.may_end_unread:
-            return
-        failure = LeaseExpired(
-            lent_seconds=(self._clock.now_ns() - after.granted_ns) / NS_PER_SECOND,
-            blocks=after.blocks,
-            holders=lease.holders_in_words(after),
-        )
-        self._log_failure(f"request {after.name.request_id}", failure)
+    def observer_of_lease(self, heard_from: Callable[[str], str]) -> LogSteps:
+        """To be told of every other state of a lease. `heard_from`: the address of a decode engine, or nothing."""
+
+        def observe(machine: str, subject: Hashable, before: object, event: Event | None, after: object) -> None:
+            assert isinstance(after, lease.Lease)
+            # One that lends blocks back for a fixed time may well end unread.
+            if after.state is not lease.State.EXPIRED or after.may_end_unread:
+                return
+            failure = LeaseExpired(
+                lent_seconds=(self._clock.now_ns() - after.granted_ns) / NS_PER_SECOND,
+                blocks=after.blocks,
+                holders=lease.holders_in_words(after, heard_from),
+            )
+            self._log_failure(f"request {after.name.request_id}", failure)
+
+        return observe
 
     def waits(self, subject: str, what: str) -> None:
         """A request has waited for a while; `what` says for what, and until when."""

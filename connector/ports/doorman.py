@@ -228,6 +228,11 @@ class Doorman:
         if not was_shut_out and self._admission.is_shut_out(address, now_ns):
             self._on_cut_off(address, MANY_FRAMES)
 
+    def sender_of(self, identity: bytes) -> str:
+        """The numeric address of the connection over which messages come from `identity`; empty: it has ended."""
+        connection = self._connections.get(self._by_identity.get(identity, GONE))
+        return connection.address if connection is not None else ""
+
     def charge(self, identity: bytes, units: int, *, understood: bool) -> None:
         """What a message has cost; see `Admission.served`."""
         number = self._by_identity.get(identity, GONE)

@@ -254,6 +254,11 @@ class Listener(Protocol):
 
     def reply(self, address: ReplyAddress, frames: Sequence[bytes]) -> None: ...
 
+    def sender_of(self, address: ReplyAddress) -> str:
+        """From where a request came that would be answered there: the numeric address of its connection; empty: that
+        has ended."""
+        ...
+
     def charge(self, address: ReplyAddress, units: int, *, understood: bool = True) -> None:
         """What a request has cost, in units of some 10 us. `understood`: it was one that an engine or a tool sends."""
         ...

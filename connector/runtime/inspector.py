@@ -488,6 +488,7 @@ class Inspector:
                 released=tuple(sorted(text(rank) for rank in each.released))[:LIST_LENGTH_MAX],
                 released_count=len(each.released),
                 others=each.unreleased_incarnations,
+                address=text(self._lease_keeper.heard_from(each.engine_id)),
             )
             for each in value.holders[:LIST_LENGTH_MAX]
         )

@@ -23,6 +23,7 @@ or the end of a lease, nobody would ever tell the engine to take its blocks back
 from __future__ import annotations
 
 import hmac
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias, assert_never
@@ -73,6 +74,8 @@ MESSAGE_UNITS, MALFORMED_UNITS = 8, 10
 """What a message costs who sends it, beside its length, a unit for each lease, and the length of checksums."""
 ASK_UNITS = 256
 """What it costs to have this process connect to a side channel and ask who is there: a socket, a monitor, a task."""
+SENDERS_MAX = 1024
+"""Decode engines of which it is remembered where they were last heard from."""
 MESSAGES_PER_TURN_MAX = 256
 """Messages that are handled before other tasks, and deadlines, have their turn."""
 LEASES_PER_TURN_MAX = 2048
@@ -120,7 +123,7 @@ class LeaseKeeper:
         self._deliver_posted = deliver_posted
         self._inspect = inspect
         self._meet = meet
-        self.observer = worker.recorder.observer(None, log=worker.event_log.observe_lease)
+        self.observer = worker.recorder.observer(None, log=worker.event_log.observer_of_lease(self.heard_from))
         self._core = Lending(lending_limits(worker.options, ids_repeat=ids_repeat), self.observer)
         # Has what the observer was told put to use: before the engine hears of a lease's end, and after all else.
         self._catch_up = worker.recorder.catch_up
@@ -142,6 +145,9 @@ class LeaseKeeper:
         self.notifications_dropped = 0
         # Releases of what is not lent (any more), by readers that were not the ones who ended it.
         self.late_releases = 0
+        # From which address each decode engine was last heard, for people; those that were heard last come last. An
+        # engine whose ranks are on several machines has one of theirs.
+        self._heard_from: OrderedDict[str, str] = OrderedDict()
         # Checksums of what is lent now.
         self._sums: dict[LeaseName, bytes] = {}
         # By request id, as the engine tells them apart: the leases whose end it waits for.
@@ -158,6 +164,11 @@ class LeaseKeeper:
     def lease(self, name: LeaseName) -> Lease | None:
         """The lease of this name as it is now; None: it is over."""
         return self._core.lease(name)
+
+    def heard_from(self, engine_id: str) -> str:
+        """The numeric address from which this decode engine was last heard over the control socket; empty: it was not,
+        or long ago."""
+        return self._heard_from.get(engine_id, "")
 
     # --- in ---------------------------------------------------------------------------------------------------------
 
@@ -266,7 +277,15 @@ class LeaseKeeper:
                         self._figures.note(TURNED_AWAY, CONTROL_SOCKET, MALFORMED)
                 case _:
                     control.charge(asked.reply_address, MESSAGE_UNITS + len(message.leases))
+                    self._note_sender(message.engine_id, control.sender_of(asked.reply_address))
                     self._inbox.put(_control_event(message, asked.reply_address))
+
+    def _note_sender(self, engine_id: str, address: str) -> None:
+        heard_from = self._heard_from
+        heard_from[engine_id] = address
+        heard_from.move_to_end(engine_id)
+        if len(heard_from) > SENDERS_MAX:
+            heard_from.popitem(last=False)
 
     def _take_in(self, message: Event | NotificationReceived, now_ns: int) -> list[lending.LendingEffect]:
         if not isinstance(message, NotificationReceived):

@@ -297,13 +297,15 @@ class HoldRow(Row, frozen=True, kw_only=True):
 
 class HolderRow(msgspec.Struct, frozen=True, kw_only=True):
     """A decode engine that reads a lease; empty: the built-in ones, whose ranks are agents' names. `others`: processes
-    of that id that are waited for although all ranks are done."""
+    of that id that are waited for although all ranks are done. `address`: from where one of its ranks was last heard;
+    empty: that is not known."""
 
     engine_id: str
     ranks: int
     released: tuple[str, ...]
     released_count: int
     others: int = 0
+    address: str = ""
 
 
 class LeaseRow(Row, frozen=True, kw_only=True):

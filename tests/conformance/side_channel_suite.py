@@ -385,6 +385,22 @@ class SideChannelSuite(ABC):
 
         self.run(scenario)
 
+    def test_it_is_known_from_where_a_request_came_until_its_connection_has_ended(self) -> None:
+        async def scenario(channel: SideChannel) -> None:
+            listener = channel.listen(HOST, 0)
+            assert listener.sender_of(b"nobody has this address") == ""
+            link = await channel.open_link(HOST, listener.port)
+            link.send([b"hello"])
+            address = (await listener.receive()).reply_address
+            assert listener.sender_of(address) == HOST
+            link.close()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(listener.receive)
+                await until(lambda: listener.sender_of(address) == "")
+                nursery.cancel_scope.cancel()
+
+        self.run(scenario)
+
     def test_a_reply_that_cannot_be_delivered_is_dropped_and_counted(self) -> None:
         async def scenario(channel: SideChannel) -> None:
             listener = channel.listen(HOST, 0)

@@ -544,6 +544,9 @@ class FakeListener:
             dropped_requests=self._dropped_requests,
         )
 
+    def sender_of(self, address: ReplyAddress) -> str:
+        return self._addresses.get(address, "")
+
     def charge(self, address: ReplyAddress, units: int, *, understood: bool = True) -> None:
         number = self._numbers.get(address, NOT_CONNECTED)
         self._admission.served(number, units, understood=understood, now_ns=_now_ns())

@@ -120,7 +120,7 @@ class Rank:
             emit=self._emit,
             log_failure=lambda subject, failure: self.failures.append(failure),
             log_crash=lambda task, error: self.crashes.append(f"{task}: {error}"),
-            event_log=cast(Any, SimpleNamespace(observe_lease=None)),
+            event_log=cast(Any, SimpleNamespace(observer_of_lease=lambda heard_from: None)),
         )
         self.keeper = LeaseKeeper(
             worker,
@@ -673,6 +673,20 @@ def test_a_hold_is_answered_with_what_remains_or_why_nothing_does() -> None:
     run_over_zmq(test)
 
 
+def test_it_is_known_from_where_so_many_decode_engines_were_heard_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("connector.runtime.lease_keeper.SENDERS_MAX", 3)
+
+    async def test(rank: Rank, decoder: Decoder) -> None:
+        lease = rank.lend("a", 3)
+        for engine_id in ("d1", "d2", "d3", "d1", "d4"):
+            await decoder.hold(lease, engine_id=engine_id)
+        await decoder.release(lease, engine_id="d5")
+        heard = {each: rank.keeper.heard_from(each) for each in ("d1", "d2", "d3", "d4", "d5", "nobody")}
+        assert heard == {"d1": HOST, "d2": "", "d3": "", "d4": HOST, "d5": HOST, "nobody": ""}
+
+    run_over_zmq(test)
+
+
 def test_what_the_engine_has_said_counts_before_what_others_ask() -> None:
     """The prompt was computed and D has asked, while the engine kept the interpreter: D must not be told that there is
     no such lease."""
@@ -878,6 +892,9 @@ class BreakingListener:
             self._replies -= 1
             raise RuntimeError("injected")
         self._listener.reply(address, frames)
+
+    def sender_of(self, address: bytes) -> str:
+        return self._listener.sender_of(address)
 
     def charge(self, address: bytes, units: int, *, understood: bool = True) -> None:
         self.charged.append((units, understood))

@@ -639,12 +639,13 @@ def test_a_request_that_is_served_says_nothing_more(lines: Lines) -> None:
 
 
 class Lender:
-    def __init__(self) -> None:
+    def __init__(self, **addresses: str) -> None:
         self.clock = CoreClock()
         log = EventLog("prefill-1", 0, clock=self.clock, log_failure=FailureLog("prefill-1", 0), now=Seconds())
         limits = lending.LendingLimits(lease_ns=30 * SECOND, total_ns=900 * SECOND)
         self.recorder = recorder(self.clock)
-        self.core = lending.Lending(limits, self.recorder.observer(None, log=log.observe_lease))
+        observer = log.observer_of_lease(lambda engine_id: addresses.get(engine_id, ""))
+        self.core = lending.Lending(limits, self.recorder.observer(None, log=observer))
 
     def feed(self, event: lending.Event) -> None:
         self.core.handle(event, self.clock.ns)
@@ -682,6 +683,16 @@ def test_a_lease_that_expires_names_its_holders(lines: Lines) -> None:
     assert "lent for 50.0 s" in text
     assert "held by decode-1 (1 of 2 ranks are done)" in text
     assert "and renewed until" not in text
+
+
+def test_a_lease_that_expires_says_from_where_its_holders_were_heard(lines: Lines) -> None:
+    """Whoever reads it has to find that engine: another one's log names it by its id alone."""
+    lender = Lender(**{"decode-1": "10.0.3.9"})
+    lender.feed(lending.Granted(lease=LEASE, blocks=4))
+    lender.feed(HELD)
+    lender.pass_time(30)
+    (text,) = lines.texts
+    assert "held by decode-1 at 10.0.3.9 (0 of 2 ranks are done)" in text
 
 
 def test_a_lease_that_was_renewed_until_its_limit_is_not_told_as_one_that_is_too_short(lines: Lines) -> None:

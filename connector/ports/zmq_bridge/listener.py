@@ -220,6 +220,9 @@ class ZmqListener:
             self._shared.popitem(last=False)
         return shared
 
+    def sender_of(self, address: ReplyAddress) -> str:
+        return self._doorman.sender_of(address)
+
     def charge(self, address: ReplyAddress, units: int, *, understood: bool = True) -> None:
         self._doorman.charge(address, units, understood=understood)
 

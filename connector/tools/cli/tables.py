@@ -167,8 +167,8 @@ def _waits_for(row: RequestRow) -> str | None:
 
 def _holders(row: LeaseRow) -> str:
     return ", ".join(
-        f"{each.engine_id or 'built-in'} ({each.released_count}/{each.ranks}"
-        + (f", {each.others} other(s))" if each.others else ")")
+        f"{each.engine_id or 'built-in'}{f' at {each.address}' if each.address else ''} "
+        f"({each.released_count}/{each.ranks}" + (f", {each.others} other(s))" if each.others else ")")
         for each in row.holders
     )
 

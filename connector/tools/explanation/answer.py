@@ -159,7 +159,7 @@ def fact_of_read_back(case: Case) -> str:
     if case.leases:
         engine_id, _, row = case.leases[0]
         left = f", for {how_long(row.deadline_seconds)} more" if row.deadline_seconds is not None else ""
-        readers = ", ".join(each.engine_id or "built-in engines" for each in row.holders)
+        readers = ", ".join(map(holder_in_words, row.holders))
         return f"{engine_id} keeps its blocks for read-back{left}; {readers or 'nobody'} has asked for them"
     recorded = deciding_rank(case.story.leases)
     kept = f"{recorded.engine_id} keeps its blocks for read-back"
@@ -174,7 +174,13 @@ def fact_of_read_back(case: Case) -> str:
 def _reader(holder: HolderRow) -> str:
     others = f", and not {holder.others} other process(es) of that id: did it start again, or have two one id?"
     done = f"{holder.released_count} of {holder.ranks} ranks done"
-    return f"{holder.engine_id or 'built-in engines'} ({done}{others if holder.others else ''})"
+    return f"{holder_in_words(holder)} ({done}{others if holder.others else ''})"
+
+
+def holder_in_words(holder: HolderRow) -> str:
+    """Who it is, and where."""
+    at = f" at {holder.address}" if holder.address else ""
+    return f"{holder.engine_id or 'built-in engines'}{at}"
 
 
 def facts_of_silent(live: Live) -> list[str]:

@@ -18,6 +18,7 @@ from connector.tools.explanation.answer import (
     facts_of_queue,
     first_clause,
     happened,
+    holder_in_words,
     how_long,
     is_worth_a_word,
 )
@@ -101,7 +102,7 @@ def _one_sided(case: Case) -> list[str]:
     if any(each.state == "expired" for each in case.story.leases):
         return ["P's lease expired all the same: the release did not reach it, or another reader never came"]
     if held and held[0].row.holders:
-        return ["P still keeps the blocks, for " + ", ".join(each.engine_id or "?" for each in held[0].row.holders)]
+        return ["P still keeps the blocks, for " + ", ".join(map(holder_in_words, held[0].row.holders))]
     return []
 
 

@@ -25,6 +25,7 @@ from connector.tools.explanation.answer import (
     facts_of_leases,
     facts_of_silent,
     happened,
+    holder_in_words,
     how_long,
 )
 from connector.tools.explanation.cases import Case
@@ -63,7 +64,7 @@ def explain_lease(case: Case, live: Live) -> Explanation:
     until = said.row.deadline_seconds if said is not None else None
     kind, outcome, advice, follows = None, "waiting", "nothing", "nothing"
     if state == "held" and said is not None and said.row.holders:
-        readers = ", ".join(each.engine_id or "built-in engines" for each in said.row.holders)
+        readers = ", ".join(map(holder_in_words, said.row.holders))
         cause = f"The prefill engine keeps its blocks for {readers}, for {how_long(since)}"
         follows = "when all of them have released it, the blocks are freed"
         advice = "ask those decode engines too (--engine)"
