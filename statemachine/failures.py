@@ -20,6 +20,11 @@ ADVICE_FOLLOWS = "; what to do: "
 """Between what happened and what to do about it, in a line for people."""
 
 
+def and_stood_still(late_seconds: int) -> str:
+    """Goes behind a time within which another engine did not do something, where this one may not have noticed."""
+    return f", and this engine stood still for at least {late_seconds} s" if late_seconds else ""
+
+
 class Failure(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base of all failures. Subclasses say in `__str__` what happened."""
 
@@ -37,15 +42,17 @@ class PeerFailure(Failure, frozen=True, kw_only=True):
 
 
 class HandshakeTimeout(PeerFailure, frozen=True, kw_only=True):
-    """No reply on the side channel within the deadline of one attempt. `detail` says how far the question came."""
+    """No reply on the side channel within the deadline of one attempt. `detail` says how far the question came;
+    `late_seconds` is as in DeadlineExceeded."""
 
     timeout_seconds: float
     detail: str = "how far the question came is not known"
+    late_seconds: int = 0
 
     def __str__(self) -> str:
         return (
             f"prefill engine {self.peer} at {self.address} did not answer the handshake within "
-            f"{self.timeout_seconds:g} s; {self.detail}"
+            f"{self.timeout_seconds:g} s{and_stood_still(self.late_seconds)}; {self.detail}"
         )
 
 
@@ -130,15 +137,16 @@ class ReadNeverEnded(PeerFailure, frozen=True, kw_only=True):
 
 class FirstReadNeverEnded(PeerFailure, frozen=True, kw_only=True):
     """Nothing could be read from a worker of this peer within the deadline of one attempt, although it answers. No
-    request's blocks are involved."""
+    request's blocks are involved. `late_seconds` is as in DeadlineExceeded."""
 
     worker: str
     timeout_seconds: float
+    late_seconds: int = 0
 
     def __str__(self) -> str:
         return (
             f"prefill engine {self.peer} at {self.address} answers, and nothing could be read from its worker "
-            f"{self.worker} within {self.timeout_seconds:g} s"
+            f"{self.worker} within {self.timeout_seconds:g} s{and_stood_still(self.late_seconds)}"
         )
 
 
@@ -424,8 +432,10 @@ class DeadlineExceeded(Failure, frozen=True, kw_only=True):
     late_seconds: int = 0
 
     def __str__(self) -> str:
-        stood_still = f", and this engine stood still for at least {self.late_seconds} s" if self.late_seconds else ""
-        return f"the KV transfer did not end within {self.timeout_seconds:g} s (it was {self.phase}{stood_still})"
+        return (
+            f"the KV transfer did not end within {self.timeout_seconds:g} s (it was {self.phase}"
+            f"{and_stood_still(self.late_seconds)})"
+        )
 
 
 class PackingFailed(Failure, frozen=True, kw_only=True):

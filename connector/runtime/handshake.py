@@ -36,6 +36,7 @@ import msgspec
 import trio
 
 from connector.addresses import is_ip_address, join_address
+from connector.clock import NS_PER_SECOND
 from connector.layout.geometry import LayoutMismatch, RankId, RankLayout
 from connector.layout.plan import EnginePlan, ReadPlan, plan_in_steps
 from connector.layout.plan_cache import geometry_in_steps
@@ -71,6 +72,7 @@ from statemachine.failures import (
     NoDescriptorLeft,
     NotAllowed,
     PreviousReadsInFlight,
+    and_stood_still,
 )
 
 ASKED_AT_ONCE = 16
@@ -213,17 +215,24 @@ async def _exchange(context: ActorContext, peer: PeerAddress, rank: RankId) -> H
 
 async def _ask(context: ActorContext, peer: PeerAddress, rank: RankId) -> tuple[bytes, ...]:
     """Send the question over a socket of its own, and wait for the reply's frames. Raises HandshakeError."""
-    timeout_seconds = context.options.handshake_timeout_seconds
+    timeout_seconds, began_ns = context.options.handshake_timeout_seconds, context.clock.now_ns()
     try:
         with closing(context.side_channel.connect(peer.host, peer.port)) as requester:
             with trio.move_on_after(timeout_seconds):
                 return await requester.ask([encode_metadata_request(*rank)])
-            raise HandshakeError(_unanswered(peer, requester.reached, timeout_seconds))
+            late_seconds = _late_seconds(context, began_ns)
+            raise HandshakeError(_unanswered(peer, requester.reached, timeout_seconds, late_seconds))
     except SideChannelError as error:
         raise HandshakeError(failure_of(error, peer=peer.engine_id, address=str(peer))) from error
 
 
-def _unanswered(peer: PeerAddress, reached: Reached, timeout_seconds: float) -> Failure:
+def _late_seconds(context: ActorContext, began_ns: int) -> int:
+    """By how many whole seconds it came too late to the end of a wait that began then: this process stood still."""
+    waited_seconds = (context.clock.now_ns() - began_ns) / NS_PER_SECOND
+    return max(0, int(waited_seconds - context.options.handshake_timeout_seconds))
+
+
+def _unanswered(peer: PeerAddress, reached: Reached, timeout_seconds: float, late_seconds: int) -> Failure:
     if reached is Reached.NOTHING and not is_ip_address(peer.host):
         said = (
             f"no answer within {timeout_seconds:g} s: name servers are silent or slow; one that comes later counts for "
@@ -234,7 +243,11 @@ def _unanswered(peer: PeerAddress, reached: Reached, timeout_seconds: float) -> 
     if reached is Reached.NO_DESCRIPTOR:
         return NoDescriptorLeft(peer=peer.engine_id, address=str(peer))
     return HandshakeTimeout(
-        peer=peer.engine_id, address=str(peer), timeout_seconds=timeout_seconds, detail=_REACHED_DETAIL[reached]
+        peer=peer.engine_id,
+        address=str(peer),
+        timeout_seconds=timeout_seconds,
+        detail=_REACHED_DETAIL[reached],
+        late_seconds=late_seconds,
     )
 
 
@@ -435,13 +448,20 @@ async def _load(
 async def _reach(context: ActorContext, peer: PeerAddress, agents: Mapping[RankId, AgentName]) -> None:
     """Wait for the first READ from each. Raises HandshakeError, NixlCallFailed."""
     timeout_seconds, worker = context.options.handshake_timeout_seconds, ""
+    began_ns = context.clock.now_ns()
     with trio.move_on_after(timeout_seconds):
         for rank, agent in agents.items():
             worker = worker_name(*rank)
             await context.reads.port.reach(agent)
         return
     raise HandshakeError(
-        FirstReadNeverEnded(peer=peer.engine_id, address=str(peer), worker=worker, timeout_seconds=timeout_seconds)
+        FirstReadNeverEnded(
+            peer=peer.engine_id,
+            address=str(peer),
+            worker=worker,
+            timeout_seconds=timeout_seconds,
+            late_seconds=_late_seconds(context, began_ns),
+        )
     )
 
 
@@ -457,7 +477,7 @@ async def _open_link(
     """Connect to a rank's control socket, and see an empty hold answered: a firewall is found here, not later. Returns
     also the name of the agent there; empty: it does not say."""
     timeout_seconds = context.options.handshake_timeout_seconds
-    host, port = facts.control_host, facts.control_port
+    host, port, began_ns = facts.control_host, facts.control_port, context.clock.now_ns()
     link: Link | None = None
     local = context.local.layout
     probe = Hold(engine_id=local.engine_id, rank=local.tp_rank, ranks=consumers, sent_ns=0, leases=())
@@ -478,7 +498,8 @@ async def _open_link(
             raise HandshakeError(failure_of(error, peer=peer.engine_id, address=str(peer))) from error
         if isinstance(error, trio.TooSlowError | SideChannelError | DecodeFailed):
             said = error.error if isinstance(error, SideChannelError) else str(error)
-            reason = said or f"nothing came within {timeout_seconds:g} s"
+            late = and_stood_still(_late_seconds(context, began_ns))
+            reason = said or f"nothing came within {timeout_seconds:g} s{late}"
             detail = f"its control socket at {join_address(host, port)} did not answer: {reason}"
             raise HandshakeError(ControlLinkLost(peer=peer.engine_id, address=str(peer), detail=detail)) from error
         raise

@@ -24,7 +24,7 @@ from connector.protocol import AbortPull, PeerAddress, ReceiveEnded, RejectPull,
 from connector.runtime import peer_actor
 from connector.runtime.wait_notices import WaitNotices
 from connector.wire.identity import KvIdentity, LayerIdentity
-from statemachine.failures import BadParams, Failure
+from statemachine.failures import BadParams, Failure, HandshakeTimeout
 from statemachine.kernel import Effect, Event
 from statemachine.remote_engine import LinkLost, ReadEnded, RemoteEngine, Retire
 from tests.actors.engines import (
@@ -32,6 +32,7 @@ from tests.actors.engines import (
     HOST,
     LEASE_SECONDS,
     Engine,
+    WarpedClock,
     answer_as_builtin,
     engine,
     lease_of,
@@ -777,6 +778,24 @@ def test_engine_that_stood_still_itself_blames_no_name_server(monkeypatch: pytes
                 failure = await failure_of(d, "a")
             assert failure.kind == "HandshakeTimeout"
             assert "this engine itself did not come to it" in str(failure)
+
+    run(test)
+
+
+def test_a_handshake_that_took_too_long_says_that_this_engine_stood_still_itself() -> None:
+    clock = WarpedClock()
+
+    async def test() -> None:
+        with BlackHole() as silent:
+            async with engine("d", options=ConnectorOptions(handshake_timeout_seconds=2.0), clock=clock) as d:
+                for request_id, stands_still_seconds in (("waited", 0.0), ("stood", 40.0)):
+                    d.pull(request_id, nobody(request_id, silent.port), [1], [1])
+                    await trio.sleep(0.5)
+                    clock.leap(stands_still_seconds)
+                    failure = await failure_of(d, request_id)
+                    assert isinstance(failure, HandshakeTimeout)
+                    assert (failure.late_seconds >= 38) == (stands_still_seconds > 0), failure
+                    assert ("stood still" in str(failure)) == (failure.late_seconds > 0)
 
     run(test)
 

@@ -16,7 +16,7 @@ _PEER = {"peer": "prefill-7", "address": "10.1.2.3:5600"}
 
 EXAMPLES: list[Failure] = [
     failures.HandshakeTimeout(**_PEER, timeout_seconds=5.0),
-    failures.HandshakeTimeout(**_PEER, timeout_seconds=5.0, detail="no connection came about"),
+    failures.HandshakeTimeout(**_PEER, timeout_seconds=5.0, detail="no connection came about", late_seconds=3),
     failures.AddressNotResolved(**_PEER, host="prefill-7.kv", error="Name or service not known"),
     failures.HandshakeMalformed(**_PEER, field="agent_metadata", detail="longer than 4096 bytes"),
     failures.HandshakeRefused(**_PEER, detail="no such rank"),
@@ -27,7 +27,7 @@ EXAMPLES: list[Failure] = [
     failures.NoDescriptorLeft(**_PEER),
     failures.ControlLinkLost(**_PEER, detail="reset by peer"),
     failures.ReadNeverEnded(**_PEER, waited_seconds=30.0),
-    failures.FirstReadNeverEnded(**_PEER, worker="PP 0 TP 1", timeout_seconds=5.0),
+    failures.FirstReadNeverEnded(**_PEER, worker="PP 0 TP 1", timeout_seconds=5.0, late_seconds=3),
     failures.Incompatible(**_PEER, field="block_size", local="32", remote="64", advice="use one block size"),
     failures.PeerBackoff(**_PEER, retry_in_seconds=2.5, last="HandshakeTimeout"),
     failures.PeerRetired(**_PEER),

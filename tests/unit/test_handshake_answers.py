@@ -9,6 +9,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from connector.clock import BootClock
 from connector.config import ConnectorOptions
 from connector.layout.geometry import RankId
 from connector.protocol import PeerAddress
@@ -39,6 +40,7 @@ def test_an_answer_about_another_rank_than_was_asked_about_is_refused(
     monkeypatch.setattr(handshake, "decode_reply", lambda *frames, **expected: answer(answered))
     context: Any = SimpleNamespace(
         options=ConnectorOptions(),
+        clock=BootClock(),
         local=SimpleNamespace(compatibility_hash="x", identity=NO_IDENTITY, not_packed=NOT_PACKED),
     )
 
@@ -105,6 +107,7 @@ def test_a_control_socket_that_answers_something_else_is_refused(
     layout = SimpleNamespace(engine_id="d", tp_rank=0)
     context: Any = SimpleNamespace(
         options=ConnectorOptions(),
+        clock=BootClock(),
         local=SimpleNamespace(layout=layout),
         side_channel=SimpleNamespace(open_link=open_link),
     )
@@ -147,6 +150,7 @@ def test_a_handshake_that_fails_at_its_last_control_socket_leaves_nothing() -> N
 
     context: Any = SimpleNamespace(
         options=ConnectorOptions(),
+        clock=BootClock(),
         local=SimpleNamespace(layout=SimpleNamespace(engine_id="d", tp_rank=0)),
         side_channel=SimpleNamespace(open_link=open_link),
         reads=SimpleNamespace(load_agent=load_agent, unload_agent=unload_agent),
