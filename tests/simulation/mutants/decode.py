@@ -1259,6 +1259,15 @@ PEERS = (
         place=ByTest(CORE + "::test_a_crash_fails_what_is_being_read_once_its_reads_have_ended"),
     ),
     Mutant(
+        name="a standstill of this process is not told",
+        broken="a request whose time ran out while its own engine stood still blames the prefill engine alone",
+        changes=(Edit(RemoteEngine._fire, "late_seconds=(now_ns - due_ns) // NS_PER_SECOND", "late_seconds=0"),),
+        place=ByTest(
+            "tests/unit/test_remote_engine.py::"
+            "test_of_a_request_that_took_too_long_it_is_told_that_this_rank_stood_still_itself"
+        ),
+    ),
+    Mutant(
         name="all deadlines taken at once",
         rule="one deadline at a time",
         row=76,

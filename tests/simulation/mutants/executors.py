@@ -132,6 +132,20 @@ def level2(oracle: str, *faults: Any, first: int = 0) -> Seeds:
 
 ACTORS = (
     Mutant(
+        name="a request whose time is over is said to wait",
+        broken="whoever has stood still says that requests wait for minus so many seconds at most",
+        changes=(
+            Edit(
+                PeerActor._work,
+                "if advance:\n",
+                "if advance:\n            self._notices.write(self._context.clock.now_ns())\n",
+            ),
+        ),
+        place=ByTest(
+            "tests/actors/test_log.py::test_a_request_whose_time_was_over_when_the_process_went_on_is_not_said_to_wait"
+        ),
+    ),
+    Mutant(
         name="post after failure",
         row=4,
         broken="a READ whose request was given up before its turn is posted all the same",
@@ -870,6 +884,14 @@ KEEPER = (
         changes=(Edit(LeaseKeeper.run, "if not self._core.hears_first:", "if True:"),),
         place=ByTest(
             "tests/unit/test_lease_keeper.py::test_what_is_due_when_this_process_has_stood_still_was_not_lost"
+        ),
+    ),
+    Mutant(
+        name="decode engines are heard from nowhere",
+        broken="an operator who sees that a decode engine holds blocks is not told where to find it",
+        changes=(Edit(LeaseKeeper._note_sender, "heard_from[engine_id] = address", "heard_from[engine_id] = ''"),),
+        place=ByTest(
+            "tests/unit/test_lease_keeper.py::test_it_is_known_from_where_so_many_decode_engines_were_heard_last"
         ),
     ),
     Mutant(
