@@ -330,12 +330,12 @@ MACHINE: Machine[Lease, Effects] = Machine(
 )
 
 
-def holders_in_words(ended: Lease, address_of: Callable[[str], str] = lambda engine_id: "") -> str:
+def holders_in_words(ended: Lease, where: Callable[[str], str] = lambda engine_id: "") -> str:
     """Who wanted its blocks, where that is, if it is known, and how far each has come."""
     if not ended.holders:
         return "no decode engine has asked for it"
     held = "held by " + ", ".join(
-        f"{holder.engine_id or 'built-in engines'}{f' at {at}' if (at := address_of(holder.engine_id)) else ''} "
+        f"{holder.engine_id or 'built-in engines'}{f' at {at}' if (at := where(holder.engine_id)) else ''} "
         f"({len(holder.released)} of {holder.ranks} ranks are done"
         + (f", and not {count} other process(es) of that id)" if (count := holder.unreleased_incarnations) else ")")
         for holder in ended.holders

@@ -27,6 +27,9 @@ OTHER_ADAPTER = "OtherAdapter"
 OTHER_MEDIA = "OtherMedia"
 """Kind of a request of which nothing was read, because P had computed other images or sound in the places of the same
 tokens. Not a failure: its client got the right answer, later."""
+IS_GONE = ", not connected any more"
+"""Behind the address of a decode engine that holds a lease. One that lives connects again by itself."""
+
 NOT_READ = "NotRead"
 """Kind of a lease that D held and let go of without a READ. Not a failure: D had no use for it, or none any more."""
 

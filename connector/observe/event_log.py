@@ -112,8 +112,8 @@ class EventLog:
         """For the core of one remote engine. `describe` names it and says where it is."""
         return _PeerObserver(self, self._clock, describe)
 
-    def observer_of_lease(self, heard_from: Callable[[str], str]) -> LogSteps:
-        """To be told of every other state of a lease. `heard_from`: the address of a decode engine, or nothing."""
+    def observer_of_lease(self, where: Callable[[str], str]) -> LogSteps:
+        """To be told of every other state of a lease. `where`: a decode engine is, in words; empty: nobody knows."""
 
         def observe(machine: str, subject: Hashable, before: object, event: Event | None, after: object) -> None:
             assert isinstance(after, lease.Lease)
@@ -123,7 +123,7 @@ class EventLog:
             failure = LeaseExpired(
                 lent_seconds=(self._clock.now_ns() - after.granted_ns) / NS_PER_SECOND,
                 blocks=after.blocks,
-                holders=lease.holders_in_words(after, heard_from),
+                holders=lease.holders_in_words(after, where),
             )
             self._log_failure(f"request {after.name.request_id}", failure)
 

@@ -489,6 +489,7 @@ class Inspector:
                 released_count=len(each.released),
                 others=each.unreleased_incarnations,
                 address=text(self._lease_keeper.heard_from(each.engine_id)),
+                is_connected=self._lease_keeper.is_connected(each.engine_id),
             )
             for each in value.holders[:LIST_LENGTH_MAX]
         )

@@ -25,6 +25,7 @@ from __future__ import annotations
 import hmac
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias, assert_never
 
@@ -32,6 +33,7 @@ import trio
 
 from connector.clock import seconds_until, to_ns
 from connector.config import ConnectorOptions
+from connector.observe.advice import IS_GONE
 from connector.observe.catalogue import (
     CONTROL_SOCKET,
     DROPPED,
@@ -76,6 +78,8 @@ ASK_UNITS = 256
 """What it costs to have this process connect to a side channel and ask who is there: a socket, a monitor, a task."""
 SENDERS_MAX = 1024
 """Decode engines of which it is remembered where they were last heard from."""
+RANKS_HEARD_MAX = 64
+"""Ranks of each of these whose connections are remembered."""
 MESSAGES_PER_TURN_MAX = 256
 """Messages that are handled before other tasks, and deadlines, have their turn."""
 LEASES_PER_TURN_MAX = 2048
@@ -95,6 +99,14 @@ def lending_limits(options: ConnectorOptions, *, ids_repeat: bool = False) -> Le
 
 class LostEnd(Exception):
     """A bug of ours: the core has said nothing of a lease for longer than one may last."""
+
+
+@dataclass(slots=True)
+class _Whereabouts:
+    """Of a decode engine: from which address it was last heard, and over which connections, by rank."""
+
+    address: str = ""
+    ranks: dict[int, bytes] = field(default_factory=dict)
 
 
 class LeaseKeeper:
@@ -123,7 +135,7 @@ class LeaseKeeper:
         self._deliver_posted = deliver_posted
         self._inspect = inspect
         self._meet = meet
-        self.observer = worker.recorder.observer(None, log=worker.event_log.observer_of_lease(self.heard_from))
+        self.observer = worker.recorder.observer(None, log=worker.event_log.observer_of_lease(self._where))
         self._core = Lending(lending_limits(worker.options, ids_repeat=ids_repeat), self.observer)
         # Has what the observer was told put to use: before the engine hears of a lease's end, and after all else.
         self._catch_up = worker.recorder.catch_up
@@ -145,9 +157,8 @@ class LeaseKeeper:
         self.notifications_dropped = 0
         # Releases of what is not lent (any more), by readers that were not the ones who ended it.
         self.late_releases = 0
-        # From which address each decode engine was last heard, for people; those that were heard last come last. An
-        # engine whose ranks are on several machines has one of theirs.
-        self._heard_from: OrderedDict[str, str] = OrderedDict()
+        # For people: where each decode engine is. Those that were heard last come last.
+        self._whereabouts: OrderedDict[str, _Whereabouts] = OrderedDict()
         # Checksums of what is lent now.
         self._sums: dict[LeaseName, bytes] = {}
         # By request id, as the engine tells them apart: the leases whose end it waits for.
@@ -167,8 +178,18 @@ class LeaseKeeper:
 
     def heard_from(self, engine_id: str) -> str:
         """The numeric address from which this decode engine was last heard over the control socket; empty: it was not,
-        or long ago."""
-        return self._heard_from.get(engine_id, "")
+        or long ago. One whose ranks are on several machines has one of theirs."""
+        known = self._whereabouts.get(engine_id)
+        return known.address if known is not None else ""
+
+    def is_connected(self, engine_id: str) -> bool:
+        """Whether a connection stands over which this decode engine was heard."""
+        known = self._whereabouts.get(engine_id)
+        return known is not None and any(self._control.sender_of(each) for each in known.ranks.values())
+
+    def _where(self, engine_id: str) -> str:
+        address = self.heard_from(engine_id)
+        return address if not address or self.is_connected(engine_id) else f"{address}{IS_GONE}"
 
     # --- in ---------------------------------------------------------------------------------------------------------
 
@@ -277,15 +298,17 @@ class LeaseKeeper:
                         self._figures.note(TURNED_AWAY, CONTROL_SOCKET, MALFORMED)
                 case _:
                     control.charge(asked.reply_address, MESSAGE_UNITS + len(message.leases))
-                    self._note_sender(message.engine_id, control.sender_of(asked.reply_address))
+                    self._note_sender(message.engine_id, message.rank, asked.reply_address)
                     self._inbox.put(_control_event(message, asked.reply_address))
 
-    def _note_sender(self, engine_id: str, address: str) -> None:
-        heard_from = self._heard_from
-        heard_from[engine_id] = address
-        heard_from.move_to_end(engine_id)
-        if len(heard_from) > SENDERS_MAX:
-            heard_from.popitem(last=False)
+    def _note_sender(self, engine_id: str, rank: int, reply_to: bytes) -> None:
+        known = self._whereabouts.setdefault(engine_id, _Whereabouts())
+        self._whereabouts.move_to_end(engine_id)
+        known.address = self._control.sender_of(reply_to)
+        if rank in known.ranks or len(known.ranks) < RANKS_HEARD_MAX:
+            known.ranks[rank] = reply_to
+        if len(self._whereabouts) > SENDERS_MAX:
+            self._whereabouts.popitem(last=False)
 
     def _take_in(self, message: Event | NotificationReceived, now_ns: int) -> list[lending.LendingEffect]:
         if not isinstance(message, NotificationReceived):

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from connector.observe.advice import IS_GONE
+from connector.wire.inspection import HolderRow
+
 NAMES_MAX = 8
 """Names that are said; further ones are counted."""
 
@@ -14,3 +17,9 @@ def some_of(names: Iterable[str]) -> str:
     told = list(names)
     left_out = len(told) - NAMES_MAX
     return ", ".join(told) if left_out <= 0 else f"{', '.join(told[:NAMES_MAX])} and {left_out} more"
+
+
+def named_holder(holder: HolderRow, builtin: str) -> str:
+    """A decode engine that holds a lease, with where it is; `builtin`: what those of that kind are called."""
+    gone = "" if holder.is_connected else IS_GONE
+    return f"{holder.engine_id or builtin}{f' at {holder.address}{gone}' if holder.address else ''}"

@@ -298,7 +298,7 @@ class HoldRow(Row, frozen=True, kw_only=True):
 class HolderRow(msgspec.Struct, frozen=True, kw_only=True):
     """A decode engine that reads a lease; empty: the built-in ones, whose ranks are agents' names. `others`: processes
     of that id that are waited for although all ranks are done. `address`: from where one of its ranks was last heard;
-    empty: that is not known."""
+    empty: that is not known. `is_connected`: over a connection that stands; meaningless without an address."""
 
     engine_id: str
     ranks: int
@@ -306,6 +306,7 @@ class HolderRow(msgspec.Struct, frozen=True, kw_only=True):
     released_count: int
     others: int = 0
     address: str = ""
+    is_connected: bool = True
 
 
 class LeaseRow(Row, frozen=True, kw_only=True):

@@ -200,7 +200,7 @@ def test_what_waits_is_shown_with_what_it_waits_for(monkeypatch: pytest.MonkeyPa
             assert set(leases) == {"lent-reads", "lent-waits"}
             (holder,) = leases["lent-reads"].holders
             assert (holder.engine_id, holder.ranks, holder.released_count) == ("d", 1, 0)
-            assert holder.address == "127.0.0.1"
+            assert (holder.address, holder.is_connected) == ("127.0.0.1", True)
             assert of_p.of(EngineRow)[0].leases_by_state == {"held": 2}
             late.let_go()
             monkeypatch.undo()

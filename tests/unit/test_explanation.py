@@ -724,6 +724,8 @@ def test_a_prefill_engine_that_is_not_asked_to_lend() -> None:
          "for other-d, ", "waiting"),
         (LENT[:2], (lease_row("held", (HolderRow(engine_id="d", ranks=1, released=(), released_count=0, address="::5"),
          )),), "for d at ::5, ", "waiting"),
+        (LENT[:2], (lease_row("held", (HolderRow(engine_id="d", ranks=1, released=(), released_count=0, address="::5",
+         is_connected=False),)),), "for d at ::5, not connected any more, ", "waiting"),
         (EXPIRED, (), "LeaseExpired: ", "failed"),
         (LENT, (), "its own records were not found", "served"),
         ((LENT[0], ("computing", "Withdrawn", "withdrawn")), (), "without lending", "failed"),

@@ -18,7 +18,7 @@ from connector.clock import NS_PER_SECOND, BootClock, Clock, to_ns
 from connector.config import ConnectorOptions, parse_options
 from connector.observe.catalogue import LATE_NOTIFICATIONS, STRAY_RELEASES, TURNED_AWAY
 from connector.observe.log import root_cause
-from connector.ports.side_channel import DECODED_BYTES_PER_UNIT, SENT_BYTES_PER_UNIT, ListenerCounts, Request
+from connector.ports.side_channel import DECODED_BYTES_PER_UNIT, SENT_BYTES_PER_UNIT, Link, ListenerCounts, Request
 from connector.ports.zmq_bridge import ZmqListener, ZmqSideChannel
 from connector.protocol import (
     LeaseComputing,
@@ -626,6 +626,10 @@ class Decoder:
     async def ask_raw(self, frames: tuple[bytes, ...]) -> tuple[bytes, ...]:
         return await self._channel.connect(HOST, self._port).ask(frames)
 
+    async def link(self) -> Link:
+        """A connection that stays."""
+        return await self._channel.open_link(HOST, self._port)
+
     async def hold(self, *leases: LeaseName, engine_id: str = "d", sent_ns: int = 5) -> HoldAnswer:
         answer = await self.ask(Hold(engine_id=engine_id, rank=0, ranks=1, sent_ns=sent_ns, leases=leases))
         assert isinstance(answer, HoldAnswer)
@@ -683,6 +687,29 @@ def test_it_is_known_from_where_so_many_decode_engines_were_heard_last(monkeypat
         await decoder.release(lease, engine_id="d5")
         heard = {each: rank.keeper.heard_from(each) for each in ("d1", "d2", "d3", "d4", "d5", "nobody")}
         assert heard == {"d1": HOST, "d2": "", "d3": "", "d4": HOST, "d5": HOST, "nobody": ""}
+        assert not rank.keeper.is_connected("nobody")
+
+    run_over_zmq(test)
+
+
+def test_a_decode_engine_is_connected_while_one_of_its_ranks_is() -> None:
+    """An operator who looks for the holder of a lease need not look for one that has ended."""
+
+    async def test(rank: Rank, decoder: Decoder) -> None:
+        lease = rank.lend("a", 3)
+        links = [await decoder.link() for _ in range(3)]
+        for number, link in enumerate((*links[:2], links[2], links[2])):
+            of_rank = min(number, 1)  # the second one connects again
+            link.send(encode_request(Hold(engine_id="d", rank=of_rank, ranks=2, sent_ns=5, leases=(lease,))))
+            await link.receive()
+        links[1].close()
+        links[0].close()
+        await trio.sleep(0.2)
+        assert rank.keeper.is_connected("d")
+        links[2].close()
+        while rank.keeper.is_connected("d"):
+            await trio.sleep(0.01)
+        assert rank.keeper.heard_from("d") == HOST
 
     run_over_zmq(test)
 

@@ -13,6 +13,7 @@ from connector.observe.advice import NIXL_HANGS
 from connector.tools.cli.output import plain
 from connector.tools.durations import duration
 from connector.tools.live import NOT_CONNECTED, EngineReport, RankReport, Survey
+from connector.tools.names import named_holder
 from connector.wire.inspection import (
     AnyRow,
     EngineRow,
@@ -167,8 +168,8 @@ def _waits_for(row: RequestRow) -> str | None:
 
 def _holders(row: LeaseRow) -> str:
     return ", ".join(
-        f"{each.engine_id or 'built-in'}{f' at {each.address}' if each.address else ''} "
-        f"({each.released_count}/{each.ranks}" + (f", {each.others} other(s))" if each.others else ")")
+        f"{named_holder(each, 'built-in')} ({each.released_count}/{each.ranks}"
+        + (f", {each.others} other(s))" if each.others else ")")
         for each in row.holders
     )
 

@@ -13,6 +13,7 @@ from connector.observe.history import (
 from connector.tools.durations import duration
 from connector.tools.explanation.cases import Case
 from connector.tools.explanation.rows import Live
+from connector.tools.names import named_holder
 from connector.wire.inspection import (
     EngineFacts,
     HolderRow,
@@ -178,9 +179,7 @@ def _reader(holder: HolderRow) -> str:
 
 
 def holder_in_words(holder: HolderRow) -> str:
-    """Who it is, and where."""
-    at = f" at {holder.address}" if holder.address else ""
-    return f"{holder.engine_id or 'built-in engines'}{at}"
+    return named_holder(holder, "built-in engines")
 
 
 def facts_of_silent(live: Live) -> list[str]:

@@ -35,6 +35,10 @@ from connector.wire.inspection import EngineRow, LocalPrefillRow
 from statemachine import hold
 from statemachine.failures import LeaseExpired
 
+HOLDERS_GONE_ADVICE = (
+    "see whether those decode engines have ended: one that has not connects again by itself, and of one that has the "
+    "blocks come back with the end of the lease"
+)
 LEASE_WAITING: dict[str, tuple[str, str, str]] = {
     "computing": (
         "the prefill engine computes its prompt, or waits for more of it where input is streamed",
@@ -67,7 +71,8 @@ def explain_lease(case: Case, live: Live) -> Explanation:
         readers = ", ".join(map(holder_in_words, said.row.holders))
         cause = f"The prefill engine keeps its blocks for {readers}, for {how_long(since)}"
         follows = "when all of them have released it, the blocks are freed"
-        advice = "ask those decode engines too (--engine)"
+        are_gone = all(each.address and not each.is_connected for each in said.row.holders)
+        advice = HOLDERS_GONE_ADVICE if are_gone else "ask those decode engines too (--engine)"
     elif state in LEASE_WAITING:
         waiting, follows, advice = LEASE_WAITING[state]
         cause = f"{capital(waiting)}, for {how_long(since)}"
