@@ -889,10 +889,24 @@ KEEPER = (
     Mutant(
         name="decode engines are heard from nowhere",
         broken="an operator who sees that a decode engine holds blocks is not told where to find it",
-        changes=(Edit(LeaseKeeper._note_sender, "heard_from[engine_id] = address", "heard_from[engine_id] = ''"),),
+        changes=(
+            Edit(LeaseKeeper._note_sender, "known.address = self._control.sender_of(reply_to)", "known.address = ''"),
+        ),
         place=ByTest(
             "tests/unit/test_lease_keeper.py::test_it_is_known_from_where_so_many_decode_engines_were_heard_last"
         ),
+    ),
+    Mutant(
+        name="a decode engine that has ended is connected",
+        broken="an operator looks for the holder of a lease that has ended long ago",
+        changes=(
+            Edit(
+                LeaseKeeper.is_connected,
+                "any(self._control.sender_of(each) for each in known.ranks.values())",
+                "len(known.ranks) > 0",
+            ),
+        ),
+        place=ByTest("tests/unit/test_lease_keeper.py::test_a_decode_engine_is_connected_while_one_of_its_ranks_is"),
     ),
     Mutant(
         name="the end of an earlier lease is that of its successor in the book",
