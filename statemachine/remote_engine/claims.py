@@ -246,11 +246,17 @@ class Claims:
 
     # --- what P says ------------------------------------------------------------------------------------------------
 
+    def _asked_for(self, lease: LeaseName, rank: int) -> Claim | None:
+        """The claim that this rank of P may say something of. An answer may name any lease: also one that nobody was
+        asked for yet, or that was lost with an engine of fewer ranks."""
+        claim = self._by_lease.get(lease)
+        return claim if claim is not None and rank < len(claim.holds) else None
+
     def prove(self, lease: LeaseName, rank: int, sent_ns: int, remaining_ns: int, now_ns: int) -> Claim | None:
         """P keeps it for `remaining_ns`, as it said when it was asked at `sent_ns`. Returns it if something follows."""
-        claim = self._by_lease.get(lease)
-        if claim is None or not claim.holds or hold.MACHINE.is_terminal(claim.holds[rank]):
-            return None  # without holds, P was not asked over this connection
+        claim = self._asked_for(lease, rank)
+        if claim is None or hold.MACHINE.is_terminal(claim.holds[rank]):
+            return None
         reach_ns = remaining_ns - remaining_ns // DRIFT_DIVISOR - self._limits.margin_ns
         self._step_hold(claim, rank, hold.HeldByPeer(proven_until_ns=sent_ns + max(0, reach_ns)))
         if claim.holds[rank].state is hold.State.HELD and self.link is not None:
@@ -260,8 +266,8 @@ class Claims:
 
     def lose(self, lease: LeaseName, rank: int, why: str) -> Claim | None:
         """This rank does not keep it. Returns it if that is news."""
-        claim = self._by_lease.get(lease)
-        if claim is None or not claim.holds or hold.MACHINE.is_terminal(claim.holds[rank]):
+        claim = self._asked_for(lease, rank)
+        if claim is None or hold.MACHINE.is_terminal(claim.holds[rank]):
             return None
         self._step_hold(claim, rank, hold.GoneAtPeer(why=why))
         return claim
@@ -292,8 +298,8 @@ class Claims:
 
     def confirm_release(self, lease: LeaseName, rank: int) -> None:
         """This rank knows that we are done with it."""
-        claim = self._by_lease.get(lease)
-        if claim is not None and claim.holds and claim.holds[rank].state is hold.State.RELEASING:
+        claim = self._asked_for(lease, rank)
+        if claim is not None and claim.holds[rank].state is hold.State.RELEASING:
             self._step_hold(claim, rank, hold.ReleaseConfirmed())
             self.drop_if_over(claim)
 

@@ -892,6 +892,21 @@ def test_an_engine_that_comes_back_with_another_number_of_ranks_does_not_keep_wh
     assert only(drive.connect(2, ranks=1), Report) == [failed("a", over(RESIZED))]
 
 
+def test_an_engine_that_has_come_back_with_more_ranks_says_nothing_of_what_the_one_before_lent() -> None:
+    """Nobody asks it, and an engine can put any lease into an answer."""
+    drive = connected()
+    drive.announce("a")
+    drive.feed(LinkLost(connection=1, detail="reset"), TornDown(connection=1))
+    drive.connect(2, ranks=2, life="l2")
+    for answered in (
+        drive.held(60 * S, rank=1, number=2),
+        drive.gone(rank=1, number=2),
+        drive.confirm(rank=1, number=2),
+    ):
+        assert answered == []
+    assert drive.start("a") == [failed("a", over(RESIZED))]
+
+
 def test_a_release_that_is_owed_is_said_over_the_next_connection() -> None:
     drive = reading()
     drive.held(60 * S)
