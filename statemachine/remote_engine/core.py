@@ -581,8 +581,10 @@ class RemoteEngine:
         self._require_registration(now_ns)
 
     def _require_registration(self, now_ns: int) -> None:
+        """Of a built-in P alone: one of ours that registers anew is another process for us, and what a request says of
+        it may be a client's invention, which must not cost others their connection."""
         current = self._connections.current
-        if current is not None and current.registration < self._registration:
+        if current is not None and current.is_builtin and current.registration < self._registration:
             replaced = RegistrationReplaced(**self._of_peer(), registration=self._registration)
             self._suspect(current.number, replaced, now_ns)
 

@@ -367,6 +367,15 @@ def test_another_process_counts_from_the_beginning() -> None:
     assert torn_down in drive.start("b", LeaseName("p-b", 0), registration=1)
 
 
+def test_what_a_request_says_of_an_engine_of_ours_costs_nobody_the_connection() -> None:
+    """A client may write any number there. A request that reads would be out of attempts after a few of them."""
+    drive = reading()
+    for number in (1, 2):
+        assert offered(f"b-{number}", 1) in drive.start(f"b-{number}", LeaseName("p-b", 0), registration=number)
+    drive.held(60 * S)
+    assert done("a") in drive.end("a")
+
+
 # --- the proof --------------------------------------------------------------------------------------------------------
 
 
