@@ -41,6 +41,11 @@ from statemachine.failures import BadParams, ParamsFailure, ParamsForged
 PREFIX_DIGESTS_MAX = 8
 SIGNATURE_LENGTH_MAX = 256
 _PORT_TEXT = re.compile("[1-9][0-9]{0,4}")
+_NOT_CONVERTED = (msgspec.ValidationError, RecursionError, UnicodeEncodeError)
+"""What msgspec raises for what does not fit; the last one for a text that is no UTF-8, where none is expected: JSON can
+put half a surrogate pair into any text."""
+_ENCODABLE_PATTERN = r"\A[^\ud800-\udfff]*\Z"
+"""A text that is UTF-8, as what is signed has to be."""
 _NESTING_MAX = 2
 """Lists of lists: no field has more."""
 _SOURCE_KEYS = ("remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port")
@@ -141,14 +146,14 @@ def parse_remote_prefill(raw_untrusted: object) -> RemotePrefill:
     known = {field.key: raw[field.key] for field in _FIELDS if field.key in raw}
     try:
         wire = msgspec.convert(known, _Wire)
-    except (msgspec.ValidationError, RecursionError):
+    except _NOT_CONVERTED:
         known = {key: _with_integers(value) for key, value in known.items()}
         port = known.get("remote_port")
         if isinstance(port, str) and _PORT_TEXT.fullmatch(port):
             known["remote_port"] = int(port)
         try:
             wire = msgspec.convert(known, _Wire)
-        except (msgspec.ValidationError, RecursionError):
+        except _NOT_CONVERTED:
             raise _first_error(known) from None
     block_ids: tuple[tuple[int, ...], ...] = wire.remote_block_ids
     block_count = sum(map(len, block_ids))
@@ -266,7 +271,7 @@ _BlockId: TypeAlias = Annotated[int, Meta(ge=0, le=BLOCK_ID_MAX)]
 _Group: TypeAlias = Annotated[tuple[_BlockId, ...], Meta(max_length=BLOCKS_MAX)]
 _Size: TypeAlias = Annotated[int, Meta(ge=1, le=RANKS_MAX)]
 _Length: TypeAlias = Annotated[int, Meta(ge=1, le=TOKENS_MAX)]
-_Digest: TypeAlias = Annotated[str, Meta(max_length=64)]
+_Digest: TypeAlias = Annotated[str, Meta(max_length=64, pattern=_ENCODABLE_PATTERN)]
 _Token: TypeAlias = Annotated[int, Meta(ge=0, le=TOKENS_MAX)]
 _Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e12)]
 
@@ -318,7 +323,7 @@ _FIELDS = (
     _WireField("media_names", _Digest | None, "a text of at most 64 characters, or null", None),
     _WireField(
         "signature",
-        Annotated[str, Meta(max_length=SIGNATURE_LENGTH_MAX)] | None,
+        Annotated[str, Meta(max_length=SIGNATURE_LENGTH_MAX, pattern=_ENCODABLE_PATTERN)] | None,
         f"a text of at most {SIGNATURE_LENGTH_MAX} characters, or null",
         None,
     ),
@@ -370,7 +375,7 @@ def _first_error(known: dict[str, Any]) -> ParamsError:
             continue
         try:
             msgspec.convert(known[field.key], field.type)
-        except (msgspec.ValidationError, RecursionError):
+        except _NOT_CONVERTED:
             if field.key == "remote_block_ids":
                 return _block_ids_error(known[field.key], field.expected)
             return _error(field.key, field.expected, known[field.key])

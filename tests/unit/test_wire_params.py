@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ LENT = RemotePrefill(
 )
 VALID = build_remote_prefill(LENT)
 
+NOT_ALWAYS_SAID = ["first_tokens", "adapter_weights", "media_names", "signature", "signed_host"]
 REQUIRED = ["remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port", "tp_size"]
 
 
@@ -213,6 +215,13 @@ def test_wrong_value_is_named(field: str, value: Any) -> None:
     assert _failure(VALID | {field: value}).field == field
 
 
+@pytest.mark.parametrize("field", sorted({*VALID, *NOT_ALWAYS_SAID} - {"do_remote_prefill", "do_remote_decode"}))
+@pytest.mark.parametrize("wrap", [lambda text: text, lambda text: [[text]], lambda text: [[1, text]]])
+def test_half_a_surrogate_pair_is_refused_wherever_it_is(field: str, wrap: Callable[[str], Any]) -> None:
+    """JSON can put one into any text, and no UTF-8 stands for it."""
+    assert _failure(VALID | {field: wrap("\ud800")}).field.split("[")[0] == field
+
+
 @pytest.mark.parametrize(
     ("block_ids", "field"),
     [
@@ -313,7 +322,11 @@ def test_a_long_prompt_is_parsed_in_under_a_millisecond() -> None:
 
 
 _json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(st.characters() | st.sampled_from("\ud800\udfff"), max_size=20),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=12,
 )
