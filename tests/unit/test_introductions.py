@@ -101,6 +101,7 @@ def test_pauses_double_up_to_a_bound_and_a_problem_is_said_once_until_it_is_met(
     lose(core, FIRST, now_ns)
     assert core.advance(now_ns + 10) == [AskWho(place=A)], "the first pause again"
     assert fail(core, A, "nobody", now_ns + 10) == [SayFailed(place=A, problem="nobody")]
+    assert core.advance(now_ns + 20) == [AskWho(place=A)], "what had failed before it was met counts no more"
 
 
 def test_ranks_that_lose_an_engine_together_do_not_come_back_together() -> None:
@@ -166,7 +167,9 @@ def test_who_has_taken_its_place_is_met() -> None:
     lose(core, FIRST, 5)
     assert core.advance(15) == [AskWho(place=A)]
     met(core, A, SECOND, 15)
-    assert lose(core, FIRST, 16) == connect(core, FIRST, 16) == []
+    assert lose(core, FIRST, 16) == []
+    assert state(core) is State.MET
+    assert connect(core, FIRST, 16) == []
     assert state(core) is State.MET
     lose(core, SECOND, 20)
     assert state(core) is State.PAUSING
@@ -206,6 +209,18 @@ def test_who_is_named_again_is_asked_once_a_first_pause_is_over() -> None:
     assert name(core, [A], 44) == []
 
 
+def test_a_place_that_is_named_while_it_is_being_met_has_the_time_that_it_had() -> None:
+    core = named(A)
+    fail(core, A, "nobody", 0)
+    core.advance(10)
+    answer(core, A, FIRST, 10)
+    assert name(core, [A], 30) == []
+    assert core.advance(141) == []
+    assert state(core) is State.MEETING
+    core.advance(142)
+    assert state(core) is State.PAUSING
+
+
 def test_a_place_that_one_message_names_twice_is_asked_at_once() -> None:
     assert name(Introductions(LIMITS), [A, A], 0) == [AskWho(place=A)]
 
@@ -240,6 +255,65 @@ def test_a_place_that_is_unmet_for_long_is_forgotten() -> None:
     name(core, [B], 1205)
     fail(core, B, "nobody", 1206)
     assert AskWho(place=B) in core.advance(1300), "it was named again"
+
+
+def test_a_place_that_was_met_is_forgotten_so_long_after_it_was_lost() -> None:
+    """However long ago it was named, also if that was while it was met."""
+    core = Introductions(FORGETFUL)
+    name(core, [A], 0)
+    met(core)
+    name(core, [A], 500)
+    lose(core, FIRST, 1000)
+    now_ns = 1000
+    while effects := core.advance(now_ns := core.next_deadline() or now_ns):
+        if effects == [forgotten(A, now_ns - 1000)]:
+            break
+        assert effects == [AskWho(place=A)]
+        fail(core, A, "nobody", now_ns)
+    assert 1200 <= now_ns <= 1240
+    assert core.values() == ()
+
+
+def test_a_place_that_an_option_names_after_a_tool_is_not_forgotten() -> None:
+    core = Introductions(FORGETFUL)
+    name(core, [A], 0)
+    fail(core, A, "nobody", 0)
+    name(core, [A], 5, is_kept=True)
+    core.advance(10)
+    fail(core, A, "nobody", 10)
+    assert core.advance(10_000) == [AskWho(place=A)]
+
+
+def test_what_is_told_of_the_engine_at_a_forgotten_place_concerns_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(introduction, "PLACES_MAX", 1)
+    core = named(A)
+    answer(core, A, FIRST, 0)
+    core.advance(132)
+    assert name(core, [B], 133) == [forgotten(A, 133), AskWho(place=B)]
+    assert core.advance(1000) == [], "its pause has ended with it"
+    assert connect(core, FIRST, 1000) == lose(core, FIRST, 1000) == []
+    assert (core.get(A), state(core, B)) == (None, State.ASKING)
+
+
+def test_nothing_is_kept_of_places_that_were_displaced_nor_of_engines_that_were_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever reaches the control socket may name places without end, and each start of an engine draws an id."""
+    monkeypatch.setattr(introduction, "PLACES_MAX", 1)
+    core = Introductions(LIMITS)
+    for number in range(100):
+        now_ns = 1000 * number
+        place = f"p{number}:5600"
+        assert AskWho(place=place) in name(core, [place], now_ns)
+        met(core, place, (f"engine {number}", (1, 1, 1)), now_ns)
+        lose(core, (f"engine {number}", (1, 1, 1)), now_ns)
+    kept = [core._values, core._of_engine, core._pausing_since_ns, core._unmet_since_ns, core._timers, core._kept]
+    assert max(map(len, kept)) == 1
+
+
+def test_what_is_not_an_event_of_it_is_refused() -> None:
+    with pytest.raises(TypeError):
+        named(A).handle(introduction.PauseOver(), 0)
 
 
 def test_a_named_place_that_a_request_has_met_is_not_forgotten() -> None:

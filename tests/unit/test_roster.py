@@ -22,6 +22,7 @@ from statemachine.roster import (
     Connecting,
     Ended,
     HandOver,
+    LetGo,
     MeetAsked,
     NoteNotMet,
     NoteQuarantine,
@@ -410,6 +411,17 @@ def test_an_abort_goes_where_its_request_went_until_that_has_ended() -> None:
     assert drive.tell(AbortAsked(request_id="tracked", message="abort")) == []
     drive.tell(Ended(key=A))
     assert drive.tell(AbortAsked(request_id="1", message="abort")) == []
+
+
+def test_that_a_lease_is_wanted_no_more_is_told_to_who_keeps_it_and_brings_nobody() -> None:
+    drive = Driver()
+    let_go = LetGo(key=A, message="let go")
+    assert drive.tell(let_go) == []
+    drive.ask(A)
+    assert drive.tell(let_go) == [HandOver(key=A, message="let go")]
+    drive.tell(Ended(key=A))
+    assert drive.tell(let_go) == []
+    assert len(drive.roster) == 0
 
 
 def test_a_request_that_is_refused_belongs_to_nobody() -> None:
