@@ -62,6 +62,7 @@ from statemachine.remote_engine import (
     Crashed,
     EngineLimits,
     HoldAnswered,
+    LetGo,
     LiftQuarantine,
     LinkLost,
     MeetAsked,
@@ -326,6 +327,12 @@ def test_nothing_is_read_over_a_connection_that_was_made_before() -> None:
     for number, registration in enumerate((1, 1, 0)):
         lease = LeaseName(f"p-{number}", 0)
         assert offered(f"b-{number}", 2) in drive.start(f"b-{number}", lease, registration=registration)
+
+
+def test_a_request_that_waits_in_the_queue_names_it_as_well() -> None:
+    drive = connected(is_builtin=True)
+    waits = Announced(request_id="a", lease=OF_BUILTIN, address=ADDRESS, age_ns=0, registration=1)
+    assert drive.feed(waits) == [TearDown(connection=1, failure=replaced(1))]
 
 
 def test_what_is_read_meanwhile_ends_first() -> None:
@@ -635,6 +642,15 @@ def test_the_lease_of_a_builtin_p_is_taken_to_begin_when_the_request_was_first_h
     assert not is_done_at(drive, over_ns + 1)
     drive.wait(over_ns - drive.now_ns)
     assert drive.end("a") == [failed("a", over(ASSUMED_OVER))]
+
+
+@pytest.mark.parametrize("age_ns", [0, 20 * S])
+def test_so_it_is_of_a_request_that_starts_without_having_been_announced(age_ns: int) -> None:
+    drive = connected(is_builtin=True)
+    drive.start("a", OF_BUILTIN, age_ns)
+    drive.resolve("a")
+    assert is_done_at(drive, NOW - age_ns + 59 * S)
+    assert not is_done_at(drive, NOW - age_ns + 59 * S + 1)
 
 
 def test_another_life_of_a_builtin_p_ends_what_was_assumed_of_the_one_before() -> None:
@@ -1141,6 +1157,20 @@ def test_attempts_to_say_releases_hold_nobody_up(failure: Failure) -> None:
     assert [each.leases for each in told] == [(A,)], "while its lease may last"
 
 
+@pytest.mark.parametrize(
+    "event",
+    [
+        Announced(request_id="a", lease=A, address="new:1", age_ns=0),
+        Started(request_id="a", lease=A, address="new:1", age_ns=0),
+        ReleaseUnread(request_id="a", lease=A, address="new:1"),
+        MeetAsked(address="new:1"),
+    ],
+    ids=lambda event: type(event).__name__,
+)
+def test_it_is_looked_for_where_it_was_said_to_be_last(event: Event) -> None:
+    assert Driver().feed(event) == [StartHandshake(address="new:1")]
+
+
 def test_who_wants_to_meet_it_is_told_of_each_attempt_that_fails_and_of_the_pause_after_one_of_a_request() -> None:
     drive, asked = Driver(), MeetAsked(address=ADDRESS, message=None)
     for _ in range(2):
@@ -1295,6 +1325,15 @@ def test_retired_during_a_handshake_it_tears_down_what_came_of_it() -> None:
     assert drive.feed(Retire()) == [failed("a", PeerRetired(peer="p"))]
     assert drive.connect() == [TearDown(connection=1)]
     drive.feed(TornDown(connection=1))
+    assert drive.core.is_finished
+
+
+def test_a_retired_engine_is_not_finished_before_the_last_check() -> None:
+    """Its executor ends when it is, and with that whoever would be told of the check."""
+    drive = checking()
+    drive.feed(Retire(), TornDown(connection=1))
+    assert (drive.state, drive.core.is_finished) == (peer.State.GONE, False)
+    assert drive.check("a") == [done("a")]
     assert drive.core.is_finished
 
 
@@ -1513,6 +1552,29 @@ def test_an_observer_that_raises_costs_a_record_and_no_report() -> None:
     assert drive.feed(Crashed(failure=CRASH))[0] == done("a")
 
 
+def test_the_observer_is_told_of_each_machine_that_was_made() -> None:
+    made: list[tuple[str, object]] = []
+
+    def observe(now_ns: int, steps: list[StepSeen]) -> None:
+        made.extend((machine, subject) for machine, subject, before, event, _ in steps if before is event is None)
+
+    drive = Driver(observe=observer_of(observe))
+    drive.start("a")
+    assert made == [("peer", "p"), ("request", "a")]
+    drive.connect(ranks=2)
+    assert made[2:] == [("hold", (A, 0)), ("hold", (A, 1))]
+    drive.resolve("a")
+    drive.feed(Retire())
+    drive.wait(30 * S)
+    drive.feed(Recall(address="new:1"))
+    assert made[4:] == [("peer", "p")], "another one, beside what is left of the first"
+
+
+def test_what_is_not_an_event_of_it_is_refused() -> None:
+    with pytest.raises(TypeError):
+        Driver().feed(request.Aborted())
+
+
 # --- checks -----------------------------------------------------------------------------------------------------------
 
 
@@ -1627,6 +1689,18 @@ def test_an_engine_is_unused_when_nobody_waits_for_it_or_reads_from_it() -> None
     drive.end("a")
     assert drive.core.is_unused, "although a release is owed"
     assert (drive.core.is_connected, drive.core.is_retired) == (True, False)
+
+
+def test_an_engine_shakes_hands_until_it_has_answered_or_failed_to() -> None:
+    drive = Driver()
+    assert not drive.core.is_shaking_hands
+    drive.feed(MeetAsked(address=ADDRESS))
+    assert drive.core.is_shaking_hands
+    drive.feed(ConnectFailed(failure=SILENT))
+    assert not drive.core.is_shaking_hands
+    drive.feed(MeetAsked(address=ADDRESS))
+    drive.connect()
+    assert not drive.core.is_shaking_hands
 
 
 def test_an_engine_that_is_being_rebuilt_or_has_reads_in_flight_is_in_use() -> None:
@@ -2007,6 +2081,25 @@ def test_leases_that_were_released_are_remembered_up_to_a_bound(monkeypatch: pyt
         drive.confirm(lease)
     refused = [bool(only(drive.start(f"again{lease.number}", lease), Report)) for lease in leases]
     assert refused == [False, False, True, True, True]
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_lease_that_is_kept_is_released_when_the_scheduler_lets_go_of_it_and_nobody_reads(is_read: bool) -> None:
+    """`is_read`: or it was turned away."""
+    drive = connected()
+    if is_read:
+        drive.feed(Started(request_id="a", lease=A, address=ADDRESS, age_ns=0, keeps_lease=True))
+        drive.resolve("a")
+        drive.held(60 * S)
+        assert drive.end("a") == [done("a")]
+    else:
+        drive.feed(ReleaseUnread(request_id="a", lease=A, address=ADDRESS, keeps_lease=True))
+        drive.held(60 * S)
+    assert only(drive.wait(60 * S), SendHold), "it is renewed"
+    drive.announce("b")
+    assert drive.feed(LetGo(lease=A)) == [], "another one wants it"
+    assert drive.need_nothing("b") == [release()]
+    assert drive.feed(LetGo(lease=A), LetGo(lease=C)) == []
 
 
 def test_a_lease_that_is_kept_and_gone_is_wanted_no_more() -> None:
