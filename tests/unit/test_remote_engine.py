@@ -863,6 +863,20 @@ def test_a_connection_that_is_lost_soon_or_while_it_is_read_over_was_of_no_use()
     assert not connection.has_stood_idle(8 * S)
 
 
+def test_a_connection_over_which_a_read_has_ended_well_was_of_use_however_soon_it_is_lost() -> None:
+    drive = connected()
+    for number in range(1, 5):
+        lease = LeaseName("p", 10 + number)
+        drive.start(f"r{number}", lease)
+        drive.resolve(f"r{number}", number=number)
+        drive.held(60 * S, lease, number=number)
+        assert done(f"r{number}") in drive.end(f"r{number}", number=number)
+        drive.feed(LinkLost(connection=number, detail="reset"))
+        assert drive.feed(TornDown(connection=number)) == [StartHandshake(address=ADDRESS)], "no pause"
+        drive.connect(number + 1)
+        drive.confirm(lease, number=number + 1)
+
+
 def test_a_connection_of_an_engine_that_fell_silent_was_of_no_use_however_long_it_stood() -> None:
     drive = connected()
     drive.wait(1000 * S)
@@ -985,6 +999,15 @@ def test_of_a_request_that_took_too_long_it_is_told_that_this_rank_stood_still_i
 
 
 # --- quarantine, and connections whose READs do not end ---------------------------------------------------------------
+
+
+def test_nothing_is_due_of_a_request_that_has_drained() -> None:
+    drive = reading()
+    drive.held(60 * S)
+    drive.feed(AbortAsked(request_id="a"))
+    assert failed("a", AbortedByClient()) in drive.end("a")
+    drive.confirm()
+    assert drive.core.next_deadline() is None
 
 
 def test_reads_that_do_not_end_cost_the_blocks_until_they_do_and_make_the_connection_suspect() -> None:
