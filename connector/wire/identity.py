@@ -31,7 +31,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from connector.wire.bounded import IDENTIFIER_PATTERN, Identifier
+from connector.wire.bounded import IDENTIFIER_PATTERN, Identifier, shorten
 
 FACTORS_MAX = 256
 LAYERS_MAX = 4096
@@ -232,7 +232,8 @@ def _differing_scales(field: str, name: str, ours: LayerIdentity, theirs: LayerI
         if local and remote:
             return
     if local != remote:
-        here, there = (", ".join(map(repr, scales)) or "none" for scales in (local, remote))
+        # One side has none: how the many of the other begin says enough for every log line of a request.
+        here, there = (shorten(", ".join(map(repr, scales))) or "none" for scales in (local, remote))
         yield _of_layer(f"{field} of {name}", here, there, field)
 
 

@@ -7,6 +7,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from connector.wire.bounded import RENDERED_LENGTH_MAX
 from connector.wire.handshake import HandshakeError, decode_reply, encode_reply
 from connector.wire.identity import (
     FACTORS_MAX,
@@ -197,6 +198,15 @@ def test_scales_of_heads_are_compared_where_both_ranks_have_the_head() -> None:
     first = msgspec.structs.replace(second, first_head=0)
     (found,) = differing_layers({"l": whole}, {"l": first})
     assert found.field == "k_scale of head 0 of l"
+
+
+def test_of_many_scales_where_the_other_side_has_none_the_first_are_named() -> None:
+    few = msgspec.structs.replace(LAYER, k_scales=(), v_scales=())
+    many = msgspec.structs.replace(few, k_scales=tuple(number + 0.125 for number in range(1024)))
+    (found,) = differing_layers({"l": few}, {"l": many})
+    assert (found.field, found.local) == ("k_scale of l", "none")
+    assert found.remote.startswith("0.125, 1.125, ")
+    assert len(found.remote) <= RENDERED_LENGTH_MAX
 
 
 def test_layers_that_one_side_does_not_have_are_not_compared() -> None:
