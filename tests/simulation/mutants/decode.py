@@ -1259,6 +1259,23 @@ PEERS = (
         place=ByTest(CORE + "::test_a_crash_fails_what_is_being_read_once_its_reads_have_ended"),
     ),
     Mutant(
+        name="an answer of a rank that was not asked counts",
+        broken="an engine that has come back with more ranks crashes its actor with what it says of an old lease",
+        changes=(Edit(Claims._asked_for, "rank < len(claim.holds)", "claim.holds"),),
+        place=ByTest(
+            "tests/unit/test_remote_engine.py::"
+            "test_an_engine_that_has_come_back_with_more_ranks_says_nothing_of_what_the_one_before_lent"
+        ),
+    ),
+    Mutant(
+        name="a client counts registrations up",
+        broken="a client that makes parameters up costs others the connection to an engine of ours",
+        changes=(Edit(RemoteEngine._require_registration, "current.is_builtin and ", ""),),
+        place=ByTest(
+            "tests/unit/test_remote_engine.py::test_what_a_request_says_of_an_engine_of_ours_costs_nobody_the_connection"
+        ),
+    ),
+    Mutant(
         name="a standstill of this process is not told",
         broken="a request whose time ran out while its own engine stood still blames the prefill engine alone",
         changes=(Edit(RemoteEngine._fire, "late_seconds=(now_ns - due_ns) // NS_PER_SECOND", "late_seconds=0"),),
