@@ -15,7 +15,7 @@ from connector.layout.geometry import CacheGroup, LayoutMismatch, RankId, RankLa
 from connector.layout.local import LocalRank
 from connector.layout.remote import layout_from_metadata
 from connector.ports.zmq_bridge.requester import REPLY_FRAME_BYTES_MAX
-from connector.wire.bounded import DecodeFailed, render_untrusted, shorten
+from connector.wire.bounded import NUMBER_MAX, DecodeFailed, render_untrusted, shorten
 from connector.wire.handshake import (
     ERROR_LENGTH_MAX,
     EXTENSION_BYTES_MAX,
@@ -327,6 +327,7 @@ class TestMetadata:
             {"region_group_ids": [0, 0, -2]},
             {"region_names": ["a", "b"]},
             {"region_names": ["a", "b", "c\n"]},
+            {"region_members": [["a"], ["b"]]},
             {"region_mem_types": ["DRAM", "DRAM"]},
             {"region_mem_types": ["DRAM", "DRAM", "FILE"]},
             {"ssm_sizes": [0]},
@@ -343,6 +344,18 @@ class TestMetadata:
         with pytest.raises(DecodeFailed) as caught:
             decode_agent_metadata(_encoded(**changes))
         assert len(caught.value.detail) <= 200
+
+    def test_a_region_may_end_where_the_address_space_does(self) -> None:
+        lengths = METADATA.block_strides[0] * (METADATA.num_blocks - 1) + METADATA.block_lens[0]
+        last = NUMBER_MAX - lengths
+        decode_agent_metadata(_encoded(kv_caches_base_addr=[last, 4096, 8192]))
+        with pytest.raises(DecodeFailed, match="past the end of the address space"):
+            decode_agent_metadata(_encoded(kv_caches_base_addr=[last + 1, 4096, 8192]))
+
+    def test_context_parallel_sizes_that_are_not_said_are_one(self) -> None:
+        said = {key: value for key, value in WIRE.items() if key not in ("dcp_size", "pcp_size")}
+        metadata = decode_agent_metadata(msgspec.msgpack.encode(said))
+        assert (metadata.dcp_size, metadata.pcp_size) == (1, 1)
 
     @pytest.mark.parametrize(
         "field", ["engine_id", "agent_metadata", "kv_caches_base_addr", "block_lens", "num_blocks"]
