@@ -232,7 +232,7 @@ def _differing_scales(field: str, name: str, ours: LayerIdentity, theirs: LayerI
         if local and remote:
             return
     if local != remote:
-        # One side has none: how the many of the other begin says enough for every log line of a request.
+        # There are many only where the other side has none: then how they begin says enough.
         here, there = (shorten(", ".join(map(repr, scales))) or "none" for scales in (local, remote))
         yield _of_layer(f"{field} of {name}", here, there, field)
 
