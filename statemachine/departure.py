@@ -15,7 +15,8 @@ handshake, and releases are said again. After a word it is the end that was anno
 the process that has taken the place of that one, so one attempt is made for it. If the port refuses that, whatever
 waits fails, and the next request tries again: to be refused costs no time, so there is no pause in which a new process
 would not be found. If the attempt fails otherwise, the shortest pause follows. An engine that is found there and does
-not fit is told as that (`Incompatible`), and not as the departure of the one before.
+not fit is told as that (`Incompatible`), and not as the departure of the one before; nor is what happens at another
+address than that where the engine was.
 """
 
 from __future__ import annotations

@@ -122,8 +122,9 @@ class RemoteEngine:
         self._life: str | None = None
         # The newest registration of P's KV cache that a request has named, and the one when the last attempt began.
         self._registration, self._attempted_registration = 0, 0
-        # Where the last attempt to connect looks for the engine.
-        self._attempted_address = address
+        # Where the last attempt to connect looks for the engine, and where the connection led over which it said last
+        # that it leaves.
+        self._attempted_address = self._leaves_address = address
         self._backoff_until_ns = 0
         self._timers: Deadlines[TimerKey] = Deadlines()
         self._outcome: Outcome[EngineEffect] = Outcome(observe)
@@ -171,7 +172,9 @@ class RemoteEngine:
             case LinkLost(connection=number, detail=detail):
                 self._suspect(number, ControlLinkLost(**self._of_peer(), detail=detail), now_ns)
             case LeavingSaid(connection=number, grace_ns=grace_ns):
-                if self._connections.is_current(number):
+                current = self._connections.current
+                if current is not None and current.number == number:
+                    self._leaves_address = current.address
                     self._step_departure(departure.LeavingAnnounced(until_ns=now_ns + grace_ns), now_ns)
             case NotificationFailed(connection=number, failure=failure):
                 if failure.transport_lost:
@@ -591,8 +594,10 @@ class RemoteEngine:
     def _fail_handshake(self, failure: Failure, now_ns: int, *, is_awaited: bool) -> None:
         if self._peer.state is peer.State.HANDSHAKING:
             has_left, cause = self._departure.state is not departure.State.STAYS, failure
-            # That it has left explains all but what somebody says who is there instead.
-            if has_left and not isinstance(failure, Incompatible | BadParams | NotAllowed):
+            # That it has left explains what happens where it was, but for what somebody says who is there instead. A
+            # request may name another place: that of a new process, or a wrong one.
+            was_there = self._attempted_address == self._leaves_address
+            if has_left and was_there and not isinstance(failure, Incompatible | BadParams | NotAllowed):
                 cause = self._left(failure)
             if has_left:
                 self._step_departure(departure.AttemptFailed(), now_ns, cause)
@@ -927,7 +932,7 @@ class RemoteEngine:
         other._parked = list(self._parked)
         other._life = self._life
         other._registration, other._attempted_registration = self._registration, self._attempted_registration
-        other._attempted_address = self._attempted_address
+        other._attempted_address, other._leaves_address = self._attempted_address, self._leaves_address
         other._is_stopped = self._is_stopped
         other._backoff_until_ns = self._backoff_until_ns
         other._timers = self._timers.copy()
@@ -944,7 +949,7 @@ class RemoteEngine:
             self._departure.state,
             tuple((now_ns - came_ns, event) for came_ns, event in self._parked),
             self._life,
-            (self._registration, self._attempted_registration, self._attempted_address),
+            (self._registration, self._attempted_registration, self._attempted_address, self._leaves_address),
             self._is_stopped,
             frozenset(self._freeze_request(each, now_ns) for each in self._requests.values()),
             self._timers.freeze(now_ns),

@@ -29,6 +29,7 @@ from statemachine.remote_engine import (
     Report,
     SendHold,
     SendRelease,
+    Started,
     StartHandshake,
     TearDown,
     TornDown,
@@ -190,6 +191,24 @@ def test_what_does_not_fit_in_its_place_says_so(found: Failure, kind: str | None
     assert len(d.take(NoteHandshakeFailure)) == 1
     d.pass_until(d.now_ns + LIMITS.lease_ns)
     assert d.take(SendRelease) == [], "nothing is owed to what has left"
+
+
+@pytest.mark.parametrize(
+    "found", [WrongEngine(peer="p", address="elsewhere", found="q"), SILENT, REFUSED], ids=lambda value: value.kind
+)
+def test_at_another_address_than_it_had_it_has_not_left(found: Failure) -> None:
+    """It was started at a new address and cannot be reached there, or a router has made a port up: that the process
+    before has left does not explain it."""
+    d = left()
+    d.feed(Started(request_id="x", lease=A._replace(number=7), address="elsewhere", age_ns=0))
+    assert [each.address for each in d.take(StartHandshake)][-1:] == ["elsewhere"]
+    d.feed(ConnectFailed(failure=found))
+    assert ended(d) == {"x": found.kind}
+    d.pass_until(d.now_ns + LIMITS.backoff_first_ns)
+    d.start("y", A._replace(number=8))
+    assert d.take(StartHandshake)
+    d.feed(ConnectFailed(failure=SILENT))
+    assert ended(d) == {"y": "PeerLeaving"}, "where it was, it has left as before"
 
 
 def test_where_nothing_answers_the_shortest_pause_follows() -> None:
