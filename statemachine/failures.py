@@ -308,30 +308,35 @@ class BadParams(Failure, frozen=True, kw_only=True):
 
 
 class ParamsForged(Failure, frozen=True, kw_only=True):
-    """`kv_transfer_params` does not carry a signature of this fleet. `why` says what is wrong with it."""
+    """`kv_transfer_params` does not carry a signature of this fleet. `why` says what is wrong with it; `source`: whose
+    blocks they name, which nobody vouches for."""
 
     why: str
+    source: str
 
     def __str__(self) -> str:
         return (
-            f"no engine of this fleet has given these kv_transfer_params out ({self.why}); they were made or changed "
-            "on the way, or the engine that lends has other keys (params_keys_file)"
+            f"no engine of this fleet has given these kv_transfer_params out ({self.why}), which name {self.source}; "
+            "they were made or changed on the way, or the engine that lends has other keys (params_keys_file)"
         )
 
 
 class WrongPrompt(Failure, frozen=True, kw_only=True):
     """`kv_transfer_params` of a request were given out for another prompt, or for another adapter.
 
-    `lent_tokens`: whose KV they name; 0: they do not say. `tokens`: of this request's prompt.
+    `lent_tokens`: whose KV they name; 0: they do not say. `source`: of which request on which engine. `tokens`: of this
+    request's prompt.
     """
 
     lent_tokens: int
+    source: str
     tokens: int
 
     def __str__(self) -> str:
         return (
             "these kv_transfer_params were given out for another prompt or adapter: the KV that they name, of "
-            f"{self.lent_tokens} tokens, is not of what this request of {self.tokens} tokens begins with"
+            f"{self.lent_tokens} tokens of {self.source}, is not of what this request of {self.tokens} tokens begins "
+            "with"
         )
 
 

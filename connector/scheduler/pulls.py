@@ -331,7 +331,8 @@ class Pulls:
         said = {length: digest for length, digest in remote.prefix_digests if length <= prompt}
         ours = prompt_digests(request, [length for length in said if length >= self._tokens_to_load(request)])
         if not any(said[length] == digest for length, digest in ours):
-            raise ParamsError(WrongPrompt(lent_tokens=remote.num_tokens or 0, tokens=prompt))
+            lent_tokens = remote.num_tokens or 0
+            raise ParamsError(WrongPrompt(lent_tokens=lent_tokens, source=remote.source, tokens=prompt))
 
     def _has_other_adapter(self, remote: RemotePrefill, request: Request) -> bool:
         """Whether the lender is known to have had other weights under the name of the adapter."""

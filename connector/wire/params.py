@@ -101,6 +101,11 @@ class RemotePrefill(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """How often P, a built-in one, had registered its KV cache when it lent these blocks: it does so again when it has
     slept, and who is connected has to connect anew. 0: it does not say, or P is one of ours, of which D hears it."""
 
+    @property
+    def source(self) -> str:
+        """Whose blocks these are, for people."""
+        return f"{self.request_id} on prefill engine {self.engine_id} ({self.host}, port {self.port})"
+
 
 class ParamsKind(enum.Flag):
     """What a request asks of the connector. With both, this engine is a link of a chain: it reads from one engine, and
@@ -199,7 +204,7 @@ def require_genuine(
         fault = keys.find_fault(remote.signature, unsigned, lends_back=lends_back)
         remote = msgspec.structs.replace(unsigned, signature=remote.signature)
     if fault is not None:
-        raise ParamsError(ParamsForged(why=fault))
+        raise ParamsError(ParamsForged(why=fault, source=remote.source))
     return remote
 
 

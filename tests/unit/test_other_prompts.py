@@ -191,9 +191,12 @@ def test_the_turn_after_a_tool_has_answered_is_computed(specs: list[KVCacheSpec]
 
 @FAMILIES
 def test_a_longer_prompt_that_does_not_begin_with_it_is_refused(specs: list[KVCacheSpec]) -> None:
-    told = asked(engine("d", *specs), [999, *PROMPT[1:], *range(600, 620)], lent(*specs))
+    params = lent(*specs)
+    told = asked(engine("d", *specs), [999, *PROMPT[1:], *range(600, 620)], params)
     assert isinstance(told, RejectPull)
     assert told.failure.kind == "WrongPrompt"
+    # Which two a router has taken for each other.
+    assert f"{params['remote_request_id']} on prefill engine {params['remote_engine_id']} (" in str(told.failure)
 
 
 async def _turns(count: int) -> list[Any]:

@@ -182,7 +182,7 @@ def test_a_key_of_the_same_name_with_another_secret_does_not_count() -> None:
 def test_signatures_that_are_none(signature: str) -> None:
     found = fault(params() | {"signature": signature})
     assert found is not None
-    assert str(ParamsForged(why=found)).isprintable()
+    assert str(ParamsForged(why=found, source="r on p")).isprintable()
 
 
 @pytest.mark.parametrize("signature", [7, ["a"], "x" * 1000, {"key": "a"}])
@@ -400,12 +400,15 @@ HOST = {"remote_host": "169.254.169.254"}
     [{"signed_host": "169.254.169.254"}, HOST | {"signed_host": None}, {"signature": None}, {"lease_number": 1}],
 )
 def test_d_hears_of_no_engine_that_forged_parameters_name(tmp_path: Path, change: dict[str, Any]) -> None:
-    """The request fails as others do; nothing was sent to the address."""
+    """The request fails as others do, and says which engine they name; nothing was sent to the address."""
     decode = engine(tmp_path, "d")
-    decode.submit("a", TOKENS, lent(engine(tmp_path, "p")) | change)
+    params = lent(engine(tmp_path, "p")) | change
+    decode.submit("a", TOKENS, params)
     decode.step()
     assert commands(decode) == [RejectPull]
-    assert decode.rejection_of("a").failure.kind == "ParamsForged"
+    failure = decode.rejection_of("a").failure
+    assert failure.kind == "ParamsForged"
+    assert f"{params['remote_request_id']} on prefill engine {params['remote_engine_id']} (" in str(failure)
 
 
 def test_d_connects_to_the_host_that_was_signed(tmp_path: Path) -> None:
