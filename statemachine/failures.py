@@ -358,13 +358,15 @@ class LeaseOver(PeerFailure, frozen=True, kw_only=True):
     def __str__(self) -> str:
         at = f" at {self.address}" if self.address else ""
         elsewhere = (
-            f"; the request names this engine at {self.named}: if another process runs there, both have one engine_id"
+            f", and the request names this engine at {self.named}: if another process runs there, both have one "
+            "engine_id"
             if self.named
             else ""
         )
+        # Before the semicolon, as `why` says no more than that in its first line.
         return (
             f"prefill engine {self.peer}{at} does not keep the blocks of {self.remote_request_id} any more "
-            f"({self.why}); they may hold another request's KV{elsewhere}"
+            f"({self.why}){elsewhere}; they may hold another request's KV"
         )
 
 

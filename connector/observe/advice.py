@@ -127,7 +127,8 @@ WHAT_TO_DO: dict[str, str] = {
     "LeaseOver": (
         "prefill again, and nothing else if P was restarted; where its readers have released it, have the router use "
         "kv_transfer_params once; raise lease_limit_seconds or kv_lease_duration if D's queue is longer than these; if "
-        "it is all requests of one engine, see with nixl-actor doctor whether another has the same engine_id"
+        "it is all requests of one engine, see with nixl-actor doctor and the addresses of all prefill engines whether "
+        "another has the same engine_id"
     ),
     "LeaseNotProven": "see whether P's worker hangs, and whether D can reach its control socket",
     "ChecksumsMissing": "P's log says why (checksums); if its device lacks memory, lower gpu_memory_utilization there",

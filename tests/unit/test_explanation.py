@@ -319,6 +319,24 @@ def test_what_a_built_in_engine_does_not_say_is_not_said_to_be_known() -> None:
     assert "P is known to keep the blocks for 20 s more" in ours.facts
 
 
+def test_of_two_engines_with_one_id_the_first_line_has_both_addresses() -> None:
+    """That the one which was asked has restarted is what it supposes, and mostly not so."""
+    failure = failures.LeaseOver(
+        peer="P", address="10.0.0.1:5600", remote_request_id=P_NAME, why="not lent here", named="10.0.0.2:5600"
+    )
+    cause = the_answer(ended_with(failure), said_by()).cause
+    assert "P at 10.0.0.1:5600 does not keep" in cause
+    assert "names this engine at 10.0.0.2:5600: if another process runs there, both have one engine_id" in cause
+
+
+def test_a_queued_one_that_nothing_holds_up_may_be_in_an_engine_that_is_paused() -> None:
+    """Which the connector is not told."""
+    answer = the_answer([], said_by(row("queued"), peer_row("ready")))
+    assert answer.advice.startswith("nothing yet")
+    for way in ("/is_paused", "/is_sleeping"):
+        assert way in answer.advice
+
+
 @pytest.mark.parametrize("state", ["queued", "reading"])
 def test_one_whose_peer_drains_says_how_long_its_blocks_are_kept_at_most(state: str) -> None:
     """One that waits in the queue for longer fails (PeerLeaving)."""

@@ -204,8 +204,8 @@ def _why_queued(case: Case, said: Said[RequestRow], live: Live, cause: str) -> _
     kept = quarantined_blocks(each.row for each in live.of(QuarantineRow) if each.engine_id == said.engine_id)
     if not kept or (facts is not None and kept < QUARANTINED_SHARE_MIN * facts.blocks):
         advice = (
-            "nothing yet; if it takes long, see whether D is paused (/pause, /sleep), how many requests run on it, and "
-            "how full its KV cache is"
+            "nothing yet; if it takes long, see whether D is paused or sleeps (/is_paused, /is_sleeping), how many "
+            "requests run on it, and how full its KV cache is"
         )
         return _Queued(cause=cause, kind=None, advice=advice, next=follows)
     of = f" of {facts.blocks}" if facts is not None and facts.blocks else ""
