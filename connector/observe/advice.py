@@ -27,9 +27,6 @@ OTHER_ADAPTER = "OtherAdapter"
 OTHER_MEDIA = "OtherMedia"
 """Kind of a request of which nothing was read, because P had computed other images or sound in the places of the same
 tokens. Not a failure: its client got the right answer, later."""
-IS_GONE = ", not connected any more"
-"""Behind the address of a decode engine that holds a lease. One that lives connects again by itself."""
-
 NOT_READ = "NotRead"
 """Kind of a lease that D held and let go of without a READ. Not a failure: D had no use for it, or none any more."""
 
@@ -232,3 +229,9 @@ def told(kind: str | None, sentence: str | None, otherwise: str = "") -> tuple[s
         if follows:  # a very long one comes without its end
             return happened, advice
     return sentence, WHAT_TO_DO.get(kind or "", otherwise)
+
+
+def whereabouts(address: str, *, is_connected: bool) -> str:
+    """Where a decode engine is that holds a lease, in words; empty: nobody knows. One that lives connects again by
+    itself."""
+    return address if is_connected or not address else f"{address}, not connected any more"

@@ -33,7 +33,7 @@ import trio
 
 from connector.clock import seconds_until, to_ns
 from connector.config import ConnectorOptions
-from connector.observe.advice import IS_GONE
+from connector.observe.advice import whereabouts
 from connector.observe.catalogue import (
     CONTROL_SOCKET,
     DROPPED,
@@ -188,8 +188,7 @@ class LeaseKeeper:
         return known is not None and any(self._control.sender_of(each) for each in known.ranks.values())
 
     def _where(self, engine_id: str) -> str:
-        address = self.heard_from(engine_id)
-        return address if not address or self.is_connected(engine_id) else f"{address}{IS_GONE}"
+        return whereabouts(self.heard_from(engine_id), is_connected=self.is_connected(engine_id))
 
     # --- in ---------------------------------------------------------------------------------------------------------
 
@@ -302,8 +301,8 @@ class LeaseKeeper:
                     self._inbox.put(_control_event(message, asked.reply_address))
 
     def _note_sender(self, engine_id: str, rank: int, reply_to: bytes) -> None:
-        known = self._whereabouts.setdefault(engine_id, _Whereabouts())
-        self._whereabouts.move_to_end(engine_id)
+        known = self._whereabouts.pop(engine_id, None) or _Whereabouts()
+        self._whereabouts[engine_id] = known  # behind all others
         known.address = self._control.sender_of(reply_to)
         if rank in known.ranks or len(known.ranks) < RANKS_HEARD_MAX:
             known.ranks[rank] = reply_to

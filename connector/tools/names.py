@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from connector.observe.advice import IS_GONE
+from connector.observe.advice import whereabouts
 from connector.wire.inspection import HolderRow
 
 NAMES_MAX = 8
@@ -21,5 +21,5 @@ def some_of(names: Iterable[str]) -> str:
 
 def named_holder(holder: HolderRow, builtin: str) -> str:
     """A decode engine that holds a lease, with where it is; `builtin`: what those of that kind are called."""
-    gone = "" if holder.is_connected else IS_GONE
-    return f"{holder.engine_id or builtin}{f' at {holder.address}{gone}' if holder.address else ''}"
+    where = whereabouts(holder.address, is_connected=holder.is_connected)
+    return f"{holder.engine_id or builtin}{f' at {where}' if where else ''}"

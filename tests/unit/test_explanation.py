@@ -130,6 +130,13 @@ def peer_row(state: str, **changes: Any) -> Said[PeerRow]:
     return Said("D", 0, PeerRow(**(fields | changes)))
 
 
+def holder(engine_id: str, **where: Any) -> HolderRow:
+    return HolderRow(engine_id=engine_id, ranks=1, released=(), released_count=0, **where)
+
+
+GONE = holder("d", address="::5", is_connected=False)
+
+
 def lease_row(state: str, holders: tuple[HolderRow, ...] = ()) -> Said[LeaseRow]:
     found = LeaseRow(
         request_id=P_NAME,
@@ -317,6 +324,12 @@ def test_what_a_built_in_engine_does_not_say_is_not_said_to_be_known() -> None:
     assert "keeps the lease on P alive" not in queued.next
     ours = the_answer([], said_by(row("reading"), peer_row("ready")))
     assert "P is known to keep the blocks for 20 s more" in ours.facts
+
+
+def test_decode_engines_that_are_gone_are_not_to_be_asked() -> None:
+    """While one of them is connected they are."""
+    for holders, word in (((GONE,), "see whether those decode engines have ended"), ((GONE, holder("e")), "--engine")):
+        assert word in the_answer(lent(LENT[:2]), said_by(lease_row("held", holders))).advice
 
 
 def test_of_two_engines_with_one_id_the_first_line_has_both_addresses() -> None:
@@ -738,12 +751,9 @@ def test_a_prefill_engine_that_is_not_asked_to_lend() -> None:
     [
         (LENT[:1], (lease_row("computing"),), "computes its prompt", "waiting"),
         (LENT[:2], (lease_row("held"),), "no decode engine is known to read them", "waiting"),
-        (LENT[:2], (lease_row("held", (HolderRow(engine_id="other-d", ranks=1, released=(), released_count=0),)),),
-         "for other-d, ", "waiting"),
-        (LENT[:2], (lease_row("held", (HolderRow(engine_id="d", ranks=1, released=(), released_count=0, address="::5"),
-         )),), "for d at ::5, ", "waiting"),
-        (LENT[:2], (lease_row("held", (HolderRow(engine_id="d", ranks=1, released=(), released_count=0, address="::5",
-         is_connected=False),)),), "for d at ::5, not connected any more, ", "waiting"),
+        (LENT[:2], (lease_row("held", (holder("other-d"),)),), "for other-d, ", "waiting"),
+        (LENT[:2], (lease_row("held", (holder("d", address="::5"),)),), "for d at ::5, ", "waiting"),
+        (LENT[:2], (lease_row("held", (GONE,)),), "for d at ::5, not connected any more, ", "waiting"),
         (EXPIRED, (), "LeaseExpired: ", "failed"),
         (LENT, (), "its own records were not found", "served"),
         ((LENT[0], ("computing", "Withdrawn", "withdrawn")), (), "without lending", "failed"),
@@ -834,7 +844,7 @@ def kept_row(holders: tuple[HolderRow, ...] = ()) -> Said[LeaseRow]:
     ("kept", "rows", "fact"),
     [
         (lent_back("held"), (kept_row(),), "D keeps its blocks for read-back, for 9 s more; nobody has asked for them"),
-        ([], (kept_row((HolderRow(engine_id="P", ranks=1, released=(), released_count=0),)),), "; P has asked for"),
+        ([], (kept_row((holder("P"),)),), "; P has asked for"),
         (lent_back("held")[:2], (), "D keeps its blocks for read-back"),
         (lent_back("expired"), (), "D kept its blocks for read-back, and nobody has read them"),
         (lent_back("done"), (), "D kept its blocks for read-back, until that lease was done"),

@@ -120,7 +120,7 @@ class Rank:
             emit=self._emit,
             log_failure=lambda subject, failure: self.failures.append(failure),
             log_crash=lambda task, error: self.crashes.append(f"{task}: {error}"),
-            event_log=cast(Any, SimpleNamespace(observer_of_lease=lambda heard_from: None)),
+            event_log=cast(Any, SimpleNamespace(observer_of_lease=lambda where: None)),
         )
         self.keeper = LeaseKeeper(
             worker,

@@ -8,7 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -639,13 +639,12 @@ def test_a_request_that_is_served_says_nothing_more(lines: Lines) -> None:
 
 
 class Lender:
-    def __init__(self, **addresses: str) -> None:
+    def __init__(self, where: Callable[[str], str] = lambda engine_id: "") -> None:
         self.clock = CoreClock()
         log = EventLog("prefill-1", 0, clock=self.clock, log_failure=FailureLog("prefill-1", 0), now=Seconds())
         limits = lending.LendingLimits(lease_ns=30 * SECOND, total_ns=900 * SECOND)
         self.recorder = recorder(self.clock)
-        observer = log.observer_of_lease(lambda engine_id: addresses.get(engine_id, ""))
-        self.core = lending.Lending(limits, self.recorder.observer(None, log=observer))
+        self.core = lending.Lending(limits, self.recorder.observer(None, log=log.observer_of_lease(where)))
 
     def feed(self, event: lending.Event) -> None:
         self.core.handle(event, self.clock.ns)
@@ -687,7 +686,7 @@ def test_a_lease_that_expires_names_its_holders(lines: Lines) -> None:
 
 def test_a_lease_that_expires_says_from_where_its_holders_were_heard(lines: Lines) -> None:
     """Whoever reads it has to find that engine: another one's log names it by its id alone."""
-    lender = Lender(**{"decode-1": "10.0.3.9"})
+    lender = Lender({"decode-1": "10.0.3.9"}.__getitem__)
     lender.feed(lending.Granted(lease=LEASE, blocks=4))
     lender.feed(HELD)
     lender.pass_time(30)
