@@ -123,9 +123,9 @@ WHAT_TO_DO: dict[str, str] = {
     "BlocksConsumed": "have the router prefill a repeated request again: kv_transfer_params can be used once",
     "LeaseOver": (
         "prefill again, and nothing else if P was restarted; where its readers have released it, have the router use "
-        "kv_transfer_params once; raise lease_limit_seconds or kv_lease_duration if D's queue is longer than these; if "
-        "it is all requests of one engine, see with nixl-actor doctor and the addresses of all prefill engines whether "
-        "another has the same engine_id"
+        "kv_transfer_params once; raise lease_limit_seconds or kv_lease_duration if D's queue is longer than these, "
+        "else see whether D has stood still; if it is all requests of one engine, see with nixl-actor doctor and the "
+        "addresses of all prefill engines whether another has the same engine_id"
     ),
     "LeaseNotProven": "see whether P's worker hangs, and whether D can reach its control socket",
     "ChecksumsMissing": "P's log says why (checksums); if its device lacks memory, lower gpu_memory_utilization there",
@@ -184,9 +184,9 @@ WHAT_TO_DO: dict[str, str] = {
         "(bidirectional_kv_xfer) comes back by itself"
     ),
     "LeaseExpired": (
-        "see whether the decode engine that held it has ended; if none did, whether the router sent it to one with "
-        "kv_transfer_params, and how long it waits there; raise kv_lease_duration, or, if it was renewed until its "
-        "limit, lease_limit_seconds; of what a decode engine lends back, decoder_kv_blocks_ttl"
+        "see whether the decode engine that held it has ended or hangs; if none did, whether the router sent it to one "
+        "with kv_transfer_params, and how long it waits there; raise kv_lease_duration, or, if it was renewed until "
+        "its limit, lease_limit_seconds; of what a decode engine lends back, decoder_kv_blocks_ttl"
     ),
     NOT_READ: (
         "look for what the client was answered; if it left and should not have, see for how long requests wait in "

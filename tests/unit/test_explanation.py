@@ -769,6 +769,19 @@ def test_a_lease_of_which_no_decode_engine_knows(
     assert answer.since_wall == len(steps) - 1
 
 
+def test_nobody_is_told_to_ask_the_holder_of_a_lease_where_an_engine_was_asked_and_is_silent() -> None:
+    """It may be that one: which engine has an address is known of those alone that answer."""
+    held = lease_row("held", (HolderRow(engine_id="other-d", ranks=1, released=(), released_count=0),))
+
+    def advice(engine_id: str | None) -> str:
+        silent = Silent(address="d:5600", engine_id=engine_id, kind="HandshakeTimeout", problem="no answer within 2 s")
+        return the_answer(lent(LENT[:2]), said_by(held, silent=(silent,))).advice
+
+    for engine_id in (None, "other-d"):
+        assert "see why d:5600 could not be asked: if that is other-d, does it hang?" in advice(engine_id)
+    assert "ask those decode engines too" in advice("another")
+
+
 def test_nobody_is_sent_to_the_router_for_a_prompt_that_is_still_computed() -> None:
     """It sends the request to a decode engine when it has P's answer, and not before."""
     computing, held = (

@@ -70,9 +70,16 @@ def explain_lease(case: Case, live: Live) -> Explanation:
     if state == "held" and said is not None and said.row.holders:
         readers = ", ".join(map(holder_in_words, said.row.holders))
         cause = f"The prefill engine keeps its blocks for {readers}, for {how_long(since)}"
-        follows = "when all of them have released it, the blocks are freed"
+        follows = "when all of them have released it, or none of them has had it renewed in time, the blocks are freed"
         are_gone = all(each.address and not each.is_connected for each in said.row.holders)
         advice = HOLDERS_GONE_ADVICE if are_gone else "ask those decode engines too (--engine)"
+        # Nobody knows the id of an engine that has never answered.
+        ids = {None, *(each.engine_id for each in said.row.holders)}
+        if unheard := [each.address for each in live.silent if each.engine_id in ids]:
+            holders = " or ".join(each.engine_id or "built-in engines" for each in said.row.holders)
+            advice = (
+                f"see why {some_of(unheard)} could not be asked: if that is {holders}, has it ended, or does it hang?"
+            )
     elif state in LEASE_WAITING:
         waiting, follows, advice = LEASE_WAITING[state]
         cause = f"{capital(waiting)}, for {how_long(since)}"
