@@ -778,7 +778,9 @@ def test_nobody_is_told_to_ask_the_holder_of_a_lease_where_an_engine_was_asked_a
         return the_answer(lent(LENT[:2]), said_by(held, silent=(silent,))).advice
 
     for engine_id in (None, "other-d"):
-        assert "see why d:5600 could not be asked: if that is other-d, does it hang?" in advice(engine_id)
+        assert "see why d:5600 could not be asked: if that is other-d, has it ended, or does it hang?" in advice(
+            engine_id
+        )
     assert "ask those decode engines too" in advice("another")
 
 
