@@ -92,8 +92,8 @@ WHAT_TO_DO: dict[str, str] = {
         "prefill again"
     ),
     "ControlLinkLost": (
-        "see whether P's worker died or its engine sleeps, and whether D can reach its port; it is connected again by "
-        "itself"
+        "see whether P's worker died, hangs or has no file descriptor left (ulimit -n; its log says so), or its engine "
+        "sleeps, and whether D can reach its port; it is connected again by itself"
     ),
     "PeerSilent": "see whether P hangs or is stopped, or the network to it; it is connected again once it answers",
     "RegistrationReplaced": "nothing to do: it is connected again by itself",

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -577,6 +578,22 @@ def test_who_finds_no_worker_behind_a_listener_is_told_that_the_engine_may_sleep
                 f"its control socket at {HOST}:{p.control.port} cannot be reached: the connection was refused, or there"
                 " is no way to the host; its worker has ended, or the engine sleeps"
             )
+
+    run(test)
+
+
+def test_who_waits_for_a_worker_that_takes_no_connection_is_told_what_that_may_be() -> None:
+    """As that of one without descriptors: the kernel lets people connect, and nobody comes to the door."""
+
+    async def test() -> None:
+        async with engine("p", serves=True) as p:
+            p.control.close()
+            await until_refused(p.control.port)
+            with socket.create_server((HOST, p.control.port)):
+                async with opened_surveyor(seconds=1.0) as surveyor:
+                    (report,) = (await surveyor.survey([address_of(p)], EVERYTHING)).engines
+        for word in ("did not answer", "hangs or is stopped", "no file descriptor left", "a firewall"):
+            assert word in report.first_problem
 
     run(test)
 
