@@ -184,6 +184,14 @@ def test_one_whose_grace_period_ends_with_something_lent_is_said_by_the_status()
     assert "2 prefill(s) are still lent, and the grace period is over" in answer.output
 
 
+def test_who_waits_no_longer_for_one_is_told_that_it_has_not_drained() -> None:
+    port = free_port()
+    with engines(("127.0.0.1", port), count=lambda: LentCounts(2, 0)):
+        answer = CliRunner().invoke(app, ["drain", f"127.0.0.1:{port}", "--timeout", "1"])
+    assert answer.exit_code == 1
+    assert "not drained in the time (--timeout): 2 prefill(s) are still lent" in answer.output
+
+
 @pytest.mark.parametrize("answering", [0, 3])
 def test_an_engine_that_still_answers_clients_is_not_said_to_be_at_its_end(answering: int) -> None:
     """A decode engine, or one of both roles: draining does not wait for its own requests."""

@@ -69,6 +69,13 @@ def drain(
             codes.add(BAD if address in shown else UNASKED)
         elif wait and (end.state != "drained" or end.lent):
             codes.add(BAD)
+            if end.state != "drained":
+                of_which = f"{address}: " if len(addresses) > 1 else ""
+                say(
+                    f"{of_which}not drained in the time (--timeout): {end.lent} prefill(s) are still lent; the engine "
+                    "goes on draining, and nixl-actor ps shows who holds what it lends",
+                    err=True,
+                )
     raise typer.Exit(max(codes))
 
 
