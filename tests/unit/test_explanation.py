@@ -399,6 +399,10 @@ def test_a_queued_one_whose_lease_is_over_says_so_before_it_is_scheduled(why: st
     assert (answer.kind, answer.outcome, answer.advice) == (kind, "waiting", WHAT_TO_DO[kind])
     assert "it fails" in answer.next
     assert "recompute" in answer.next
+    fails = the_answer([], said_by(engine_row("D", load_failure_policy="fail"), waits, hold_row("gone", why=why)))
+    assert fails.next.endswith(
+        "unless D has its blocks by then: the client gets an error (kv_load_failure_policy: fail)"
+    )
 
 
 @pytest.mark.parametrize(("engine_id", "is_said"), [("D", True), ("P", True), ("another", False)])

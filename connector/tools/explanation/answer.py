@@ -197,6 +197,11 @@ def after_failure(facts: EngineFacts | None) -> str:
     return "kv_load_failure_policy of D decides: the client got an error, or D computes the prompt itself"
 
 
+def at_failure(facts: EngineFacts | None) -> str:
+    """What it will do with one that fails later."""
+    return after_failure(facts).removeprefix("nothing: ").replace("client got", "client gets")
+
+
 def first_clause(detail: str | None) -> str:
     """The part of a failure's sentence that says what has happened, without what to do about it."""
     return (detail or "").split(";")[0]

@@ -8,7 +8,7 @@ from connector.observe.advice import NO_ROOM, WHAT_TO_DO, told
 from connector.observe.traced import QUEUED
 from connector.tools.explanation.answer import (
     Explanation,
-    after_failure,
+    at_failure,
     blocks_in_words,
     capital,
     facts_of_leases,
@@ -185,7 +185,7 @@ def _why_queued(case: Case, said: Said[RequestRow], live: Live, cause: str) -> _
             ),
             kind=kind,
             advice=WHAT_TO_DO[kind],
-            next=f"when vLLM schedules it, it fails, unless D has its blocks by then: {after_failure(facts)}",
+            next=f"when vLLM schedules it, it fails, unless D has its blocks by then: {at_failure(facts)}",
         )
     follows = WAITING[row.state][1]
     peer = live.peer_of(said.engine_id, said.rank, row.peer)
