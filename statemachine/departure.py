@@ -16,7 +16,7 @@ the process that has taken the place of that one, so one attempt is made for it.
 waits fails, and the next request tries again: to be refused costs no time, so there is no pause in which a new process
 would not be found. If the attempt fails otherwise, the shortest pause follows. An engine that is found there and does
 not fit is told as that (`Incompatible`), and not as the departure of the one before; nor is what happens at another
-address than that where the engine was.
+address than that where the engine was: no attempt there is one of these.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class ConnectionEnded(Event, frozen=True, kw_only=True):
 
 
 class AttemptFailed(Event, frozen=True, kw_only=True):
-    """It could not be connected: for who came since, or again, after a connection that failed otherwise."""
+    """It could not be connected where it was: for who came since, or again, after a connection that failed
+    otherwise."""
 
 
 class Connected(Event, frozen=True, kw_only=True):

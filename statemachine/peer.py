@@ -186,7 +186,7 @@ def _fail(peer: Peer, event: HandshakeFailed) -> tuple[Peer, Effects]:
     if peer.is_retiring:
         return msgspec.structs.replace(failed, state=State.GONE), (announce,)
     if not event.begins_backoff:
-        return msgspec.structs.replace(peer, state=State.IDLE), NO_EFFECTS
+        return msgspec.structs.replace(peer, state=State.IDLE, failure=event.failure), NO_EFFECTS
     # BadParams: what the requests say of this engine is not true, and asking again will not make it so.
     is_incompatible = isinstance(event.failure, Incompatible | BadParams)
     state = State.INCOMPATIBLE if is_incompatible else State.BACKOFF

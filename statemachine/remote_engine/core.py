@@ -593,11 +593,12 @@ class RemoteEngine:
 
     def _fail_handshake(self, failure: Failure, now_ns: int, *, is_awaited: bool) -> None:
         if self._peer.state is peer.State.HANDSHAKING:
-            has_left, cause = self._departure.state is not departure.State.STAYS, failure
-            # That it has left explains what happens where it was, but for what somebody says who is there instead. A
-            # request may name another place: that of a new process, or a wrong one.
+            # A request may name another place than that where the engine was: that of a new process, or a wrong one.
+            # What happens there says nothing of what was announced, nor of what others wait for.
             was_there = self._attempted_address == self._leaves_address
-            if has_left and was_there and not isinstance(failure, Incompatible | BadParams | NotAllowed):
+            has_left, cause = was_there and self._departure.state is not departure.State.STAYS, failure
+            # That it has left explains what happens, but for what somebody says who is there instead.
+            if has_left and not isinstance(failure, Incompatible | BadParams | NotAllowed):
                 cause = self._left(failure)
             if has_left:
                 self._step_departure(departure.AttemptFailed(), now_ns, cause)

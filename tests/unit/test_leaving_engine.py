@@ -211,6 +211,21 @@ def test_at_another_address_than_it_had_it_has_not_left(found: Failure) -> None:
     assert ended(d) == {"y": "PeerLeaving"}, "where it was, it has left as before"
 
 
+def test_an_attempt_at_another_address_costs_nobody_what_is_lent_where_the_engine_was() -> None:
+    """A router has made an address up for one request, and a new process has come where the old one was."""
+    d = left()
+    d.feed(Started(request_id="wrong", lease=A._replace(number=7), address="elsewhere", age_ns=0))
+    d.announce("queued", A._replace(number=8))
+    d.feed(ConnectFailed(failure=SILENT))
+    assert ended(d) == {"wrong": SILENT.kind}
+    d.pass_until(d.now_ns + LIMITS.backoff_first_ns)
+    assert d.core.address == "host"
+    d.connect(life="2")
+    d.start("queued", A._replace(number=8))
+    assert [each.request_id for each in d.take(PostReads) if each.connection == d.connects] == ["queued"]
+    assert ended(d) == {}
+
+
 def test_where_nothing_answers_the_shortest_pause_follows() -> None:
     d = left()
     for number in range(7, 12):
@@ -270,4 +285,6 @@ def test_it_says_what_has_shown_that_it_is_gone() -> None:
     d = left()
     d.start("x", A._replace(number=7))
     d.feed(ConnectFailed(failure=REFUSED))
-    assert isinstance(d.core.view().peer.failure, PeerLeaving)
+    left_as = d.core.view().peer.failure
+    assert isinstance(left_as, PeerLeaving)
+    assert left_as.detail == REFUSED.kind

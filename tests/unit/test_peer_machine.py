@@ -279,13 +279,15 @@ class PeerUnderLawfulShell(RuleBasedStateMachine):
         self.connections_open = 0
         self.unanswered = False
         self.retired = False
-        self.failures = 0
+        self.failures = self.losses = 0
 
     def feed(self, event: Event) -> None:
         before = self.peer
+        if isinstance(event, ConnectionSuspect) and before.state is State.READY:
+            self.losses = 0 if event.was_of_use else self.losses + 1
         self.peer, effects = MACHINE.step(before, event)
         for effect in effects:
-            self.execute(effect)
+            self.execute(event, effect)
         assert (DrainReads() in effects) == (self.entered(before, State.DRAINING))
         backs_off = any(isinstance(effect, StartBackoff) for effect in effects)
         assert backs_off == any(self.entered(before, state) for state in _BACKING_OFF)
@@ -293,7 +295,7 @@ class PeerUnderLawfulShell(RuleBasedStateMachine):
     def entered(self, before: Peer, state: State) -> bool:
         return before.state is not state and self.peer.state is state
 
-    def execute(self, effect: Effect) -> None:
+    def execute(self, event: Event, effect: Effect) -> None:
         match effect:
             case StartHandshake():
                 assert self.handshakes_open == 0
@@ -310,6 +312,8 @@ class PeerUnderLawfulShell(RuleBasedStateMachine):
                 self.unanswered = False
             case AnnounceFailed() | Refuse():
                 self.unanswered = False
+            case StartBackoff(failures=failures) if isinstance(event, TornDown):
+                assert failures == self.losses - 1, "the first is rebuilt at once"
             case StartBackoff(failures=failures):
                 self.failures += 1
                 assert failures == self.failures

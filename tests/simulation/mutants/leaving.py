@@ -107,6 +107,18 @@ MUTANTS = (
         place=ByTest(LEAVING + "::test_what_does_not_fit_in_its_place_says_so"),
     ),
     Mutant(
+        name="an attempt anywhere ends a departure",
+        broken="one request with a wrong address costs all others what the process lends that took the place of one",
+        changes=(
+            Edit(
+                RemoteEngine._fail_handshake,
+                "was_there and self._departure.state is not departure.State.STAYS",
+                "self._departure.state is not departure.State.STAYS",
+            ),
+        ),
+        place=ByTest(LEAVING + "::test_an_attempt_at_another_address_costs_nobody_what_is_lent_where_the_engine_was"),
+    ),
+    Mutant(
         name="held after the end",
         broken="a hold that overtakes the grant is promised something by an engine that is to end at once",
         changes=(
