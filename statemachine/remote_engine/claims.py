@@ -211,7 +211,8 @@ class Claims:
         if claim.is_over:
             self._drop(claim)
             return
-        given_up_ns = max(claim.proven_until_ns, now_ns + self._limits.lease_ns)
+        # When it must be over on every rank of P.
+        given_up_ns = max([now_ns + self._limits.lease_ns, *(each.proven_until_ns for each in claim.holds)])
         self._timers.set(("release_given_up", claim.lease), given_up_ns)
 
     def _release_holds(self, claim: Claim) -> None:

@@ -576,6 +576,18 @@ def test_a_release_that_is_never_confirmed_is_given_up_when_the_lease_must_be_ov
     assert (drive.core.next_deadline(), drive.wait(600 * S)) == (None, [])
 
 
+def test_a_release_is_said_for_as_long_as_any_rank_may_keep_the_lease() -> None:
+    drive = reading(ranks=2)
+    drive.held(10 * S, rank=0)
+    drive.held(100 * S, rank=1)
+    drive.end("a", read=0)
+    drive.end("a", read=1)
+    drive.wait(80 * S)
+    assert drive.core.claimed() == [A]
+    drive.wait(20 * S)
+    assert drive.core.claimed() == []
+
+
 def test_what_ended_before_p_was_connected_is_released_at_connect_and_refused_after() -> None:
     """Also when P is a built-in engine, which could be asked nothing: it frees the blocks when it is told."""
     for is_builtin, lease in ((False, A), (True, OF_BUILTIN)):

@@ -409,7 +409,7 @@ KEEPING = (
         changes=(
             Edit(
                 Claims._end_if_unwanted,
-                "max(claim.proven_until_ns, now_ns + self._limits.lease_ns)",
+                "max([now_ns + self._limits.lease_ns, *(each.proven_until_ns for each in claim.holds)])",
                 "now_ns + self._limits.lease_ns",
             ),
         ),
