@@ -221,7 +221,7 @@ def _differing_scales(field: str, name: str, ours: LayerIdentity, theirs: LayerI
     """The first one of the heads that both ranks have."""
     local, remote = ((each.k_scales if field == "k_scale" else each.v_scales) for each in (ours, theirs))
     if len(local) > 1 or len(remote) > 1:
-        # A rank with one head may state one scale for it, as one that has a scale for the whole layer does.
+        local, remote = _of_each_head(local, ours.heads), _of_each_head(remote, theirs.heads)
         first = max(ours.first_head, theirs.first_head)
         last = min(ours.first_head + len(local), theirs.first_head + len(remote))
         for head in range(first, last):
@@ -235,6 +235,11 @@ def _differing_scales(field: str, name: str, ours: LayerIdentity, theirs: LayerI
         # There are many only where the other side has none: then how they begin says enough.
         here, there = (shorten(", ".join(map(repr, scales))) or "none" for scales in (local, remote))
         yield _of_layer(f"{field} of {name}", here, there, field)
+
+
+def _of_each_head(scales: _Scales, heads: int) -> _Scales:
+    """One factor is that of all heads of a rank, however many it has."""
+    return scales * max(1, heads) if len(scales) == 1 else scales
 
 
 def _of_layer(field: str, local: str, remote: str, kind: str) -> Difference:

@@ -188,16 +188,32 @@ def test_an_order_that_is_made_ours_hides_no_other_amount() -> None:
 def test_scales_of_heads_are_compared_where_both_ranks_have_the_head() -> None:
     whole = msgspec.structs.replace(LAYER, k_scales=(1.0, 2.0, 3.0, 4.0), v_scales=())
     second = msgspec.structs.replace(LAYER, k_scales=(3.0, 4.0), v_scales=(), first_head=2)
+    third = msgspec.structs.replace(LAYER, k_scales=(3.0,), v_scales=(), first_head=2)
     last = msgspec.structs.replace(LAYER, k_scales=(4.0,), v_scales=(), first_head=3)
     for one in (whole, second, last):
         for other in (whole, second, last):
             assert not list(differing_layers({"l": one}, {"l": other}))
+    assert not list(differing_layers({"l": whole}, {"l": third}))
     wrong = msgspec.structs.replace(second, k_scales=(3.0, 5.0))
     (found,) = differing_layers({"l": whole}, {"l": wrong})
     assert (found.field, found.local, found.remote) == ("k_scale of head 3 of l", "4.0", "5.0")
     first = msgspec.structs.replace(second, first_head=0)
     (found,) = differing_layers({"l": whole}, {"l": first})
     assert found.field == "k_scale of head 0 of l"
+
+
+@pytest.mark.parametrize("heads_first", [True, False])
+def test_one_scale_of_a_layer_is_compared_with_those_of_all_its_heads(heads_first: bool) -> None:
+    """Of the same model quantized in two ways; enforce_handshake_compat=false does not let it pass."""
+    one = msgspec.structs.replace(LAYER, k_scales=(), v_scales=(1.0,), heads=4)
+    alike = msgspec.structs.replace(one, v_scales=(1.0, 1.0, 1.0, 1.0))
+    unlike = msgspec.structs.replace(one, v_scales=(1.0, 1.0, 1.0, 2.0))
+    of_last = msgspec.structs.replace(one, v_scales=(2.0, 2.0), heads=2, first_head=2)
+    found = []
+    for each in (alike, unlike, of_last):
+        ours, theirs = (each, one) if heads_first else (one, each)
+        found += [difference.field for difference in differing_layers({"l": ours}, {"l": theirs})]
+    assert found == ["v_scale of head 3 of l", "v_scale of head 2 of l"]
 
 
 def test_of_many_scales_where_the_other_side_has_none_the_first_are_named() -> None:
