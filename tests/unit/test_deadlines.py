@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from statemachine import deadlines
-from statemachine.deadlines import Deadlines
+from statemachine.deadlines import Deadlines, earliest
 
 _keys = st.integers(0, 7)
 
@@ -102,6 +102,15 @@ class DeadlinesRebuiltOften(DeadlinesAgainstModel):
 
 TestDeadlinesRebuiltOften = DeadlinesRebuiltOften.TestCase
 TestDeadlinesRebuiltOften.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
+
+
+@pytest.mark.parametrize(
+    ("one_ns", "other_ns", "expected_ns"), [(None, None, None), (5, None, 5), (None, 5, 5), (5, 6, 5), (6, 5, 5)]
+)
+def test_of_two_deadlines_the_earlier_one_counts_if_there_are_both(
+    one_ns: int | None, other_ns: int | None, expected_ns: int | None
+) -> None:
+    assert earliest(one_ns, other_ns) == expected_ns
 
 
 def test_keys_that_cannot_be_compared_may_fall_due_together() -> None:

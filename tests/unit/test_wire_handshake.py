@@ -101,6 +101,7 @@ def _failure(frames: Any, peer: str = "prefill", expected_hash: str | None = "ha
     failure = caught.value.failure
     assert (failure.peer, failure.address) == (peer, "host:5600")
     assert str(failure).isprintable()
+    assert str(caught.value) == str(failure)
     return failure
 
 
@@ -290,6 +291,22 @@ class TestReply:
         except HandshakeError:
             return
         assert isinstance(reply.metadata, AgentMetadata)
+
+
+class TestAdvertisement:
+    """What a tool reads, which expects nothing."""
+
+    @pytest.mark.parametrize("frames", [(), _reply()[:1], (*_reply(), b"")])
+    def test_wrong_frames(self, frames: Any) -> None:
+        with pytest.raises(DecodeFailed, match=f"expected 2 frames, got {len(frames)}"):
+            decode_advertisement(frames)
+
+    def test_of_an_engine_that_refuses_the_reason_is_told_within_bounds(self) -> None:
+        said = decode_advertisement(encode_reply(encode_error("no rank 7\n" * 1000, ACTOR), 1.0))
+        assert (said.compatibility_hash, said.metadata, said.actor) == (None, None, ACTOR)
+        assert said.error is not None
+        assert said.error.startswith("no rank 7\\n")
+        assert len(said.error) <= ERROR_LENGTH_MAX
 
 
 class TestMetadata:

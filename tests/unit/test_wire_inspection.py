@@ -178,6 +178,18 @@ def test_counts_that_a_tool_does_not_know_are_ignored_and_what_is_not_counted_is
     assert decode_inspected([msgspec.msgpack.encode(message)]).rows == (engine_row(counts),)
 
 
+def test_what_an_older_worker_does_not_say_is_nothing() -> None:
+    assert set(msgspec.structs.astuple(EngineCounts())) == {0}
+    lease = msgspec.to_builtins(widest_lease())
+    del lease["is_lent_back"]
+    for holder in lease["holders"]:
+        del holder["others"], holder["address"], holder["is_connected"]
+    (found,) = decode_inspected([msgspec.msgpack.encode(answer_of([lease]))]).rows
+    assert isinstance(found, LeaseRow)
+    assert not found.is_lent_back
+    assert {(each.others, each.address, each.is_connected) for each in found.holders} == {(0, "", True)}
+
+
 def test_texts_are_cut_and_fit_for_a_terminal() -> None:
     assert len(text("x" * 10_000)) == TEXT_LENGTH_MAX
     assert text("a\x1b[31m\n\ud800") == "a\\x1b[31m\\n\\ud800"
