@@ -13,7 +13,7 @@ import pytest
 from statemachine import grant
 from statemachine.draining import Draining
 from statemachine.draining import State as DrainingState
-from statemachine.grant import AnnounceLease, GrantLease, LeaveTokens, NoteNotLent, Terms, WithdrawLease
+from statemachine.grant import AnnounceLease, GrantLease, LeaveTokens, NoteNotLent, NotLent, Terms, WithdrawLease
 from statemachine.granting import Arrived, Finished, Granting, LeaseOver, Scheduled
 from statemachine.lease import LeaseName
 
@@ -291,3 +291,80 @@ def test_a_request_whose_id_comes_again_has_ended() -> None:
     core.handle(Finished(request_id="a", is_whole=True, free_share=1.0, is_waited_for=False, terms=terms), 0)
     core.handle(arrived, 0)
     assert core.counts == (1, 0, 0)
+
+
+def _arrived(request_id: str, when: str = "serves", *, for_decode: bool = True, is_nameable: bool = True) -> Arrived:
+    return Arrived(
+        request_id=request_id,
+        request=request_id,
+        for_decode=for_decode,
+        is_wanted=True,
+        is_nameable=is_nameable,
+        terms=TIMES[when][1],
+    )
+
+
+def _finished(request_id: str, *, is_whole: bool = True, free_share: float = 1.0) -> Finished:
+    terms = TIMES["serves"][1]
+    return Finished(request_id=request_id, is_whole=is_whole, free_share=free_share, is_waited_for=False, terms=terms)
+
+
+def test_no_two_leases_have_one_number() -> None:
+    """Also of two requests: a client may give the id of one to the other later."""
+    core, terms = Granting(7), TIMES["serves"][1]
+    numbers = []
+    for request_id in "abc":
+        core.handle(_arrived(request_id), 0)
+    for request_id in "abc":
+        (announced,) = core.handle(Scheduled(request_id=request_id, is_wanted=True, terms=terms), 0)
+        assert isinstance(announced, AnnounceLease)
+        numbers.append(announced.lease.number)
+    for request_id in "de":
+        core.handle(_arrived(request_id, for_decode=False), 0)
+        (granted,) = core.handle(_finished(request_id), 0)
+        assert isinstance(granted, GrantLease)
+        numbers.append(granted.lease.number)
+    assert numbers == [7, 8, 9, 10, 11]
+
+
+def test_nothing_is_kept_of_what_is_over() -> None:
+    core = Granting(1)
+    assert core.counts == (0, 0, 0)
+    nothing = core.freeze(0)
+    for request_id, is_lent in (("a", True), ("b", False)):
+        core.handle(_arrived(request_id), 0)
+        core.handle(Scheduled(request_id=request_id, is_wanted=True, terms=TIMES["serves"][1]), 0)
+        core.handle(_finished(request_id, is_whole=is_lent), 0)
+        assert (core.grant(request_id) is not None) is is_lent
+        core.handle(LeaseOver(request_id=request_id), 0)
+        assert core.grant(request_id) is None
+    assert core.freeze(0) == nothing
+
+
+@pytest.mark.parametrize(
+    ("when", "is_nameable", "why", "not_lent"),
+    [
+        ("drains", True, NotLent.DRAINING, 1),
+        ("has stopped", True, NotLent.STOPPED, 1),
+        ("has stopped", False, NotLent.STOPPED, 1),
+        ("serves", False, NotLent.REQUEST_ID, 0),
+    ],
+)
+def test_of_a_prefill_that_is_not_lent_it_is_said_why(
+    when: str, is_nameable: bool, why: NotLent, not_lent: int
+) -> None:
+    core = Granting(1)
+    prefill = _arrived("a", when, is_nameable=is_nameable)
+    assert core.handle(prefill, 0) == [NoteNotLent(request_id="a", why=why)]
+    assert core.counts == (0, not_lent, 0)
+    # Nobody asked for the blocks of an answer.
+    assert core.handle(_arrived("b", when, for_decode=False, is_nameable=is_nameable), 0) == []
+    assert core.counts == (0, not_lent, 1)
+
+
+@pytest.mark.parametrize(("free_share", "is_lent"), [(grant.LEFT_TO_REQUESTS, True), (0.24, False)])
+def test_an_answer_is_lent_while_enough_is_left_to_requests(free_share: float, is_lent: bool) -> None:
+    core = Granting(1)
+    core.handle(_arrived("a", for_decode=False), 0)
+    assert len(core.handle(_finished("a", free_share=free_share), 0)) == is_lent
+    assert core.counts == (int(is_lent), 0, 0)
