@@ -24,6 +24,8 @@ RENDERED_LENGTH_MAX = 80
 IDENTIFIER_PART_PATTERN = r"[^\x00-\x1f\x7f-\x9f\ud800-\udfff]+"
 IDENTIFIER_PATTERN = rf"\A{IDENTIFIER_PART_PATTERN}\Z"
 """Engine, request and layer names: at least one character, no control characters, encodable as UTF-8."""
+OPTIONAL_IDENTIFIER_PATTERN = rf"\A(?:{IDENTIFIER_PART_PATTERN})?\Z"
+"""The same, or nothing."""
 
 HOST_PATTERN = r"\A[A-Za-z0-9_.:%\[\]-]+\Z"
 """Host names, IPv4 and IPv6 addresses. Anything else could change the meaning of a ZMQ endpoint."""

@@ -28,6 +28,7 @@ from connector.wire.bounded import (
     HOST_LENGTH_MAX,
     HOST_PATTERN,
     IDENTIFIER_PATTERN,
+    OPTIONAL_IDENTIFIER_PATTERN,
     PORT_MAX,
     RANKS_MAX,
     DecodeFailed,
@@ -100,7 +101,7 @@ class ActorExtension(msgspec.Struct, frozen=True, kw_only=True):
     """Where this rank's worker takes the messages of `connector.wire.control`."""
     control_key: Annotated[str, Meta(pattern=PUBLIC_KEY_PATTERN)] | None = None
     """The public key of that socket; None: it has none, and speaks without encryption."""
-    verify: Annotated[str, Meta(max_length=16)]
+    verify: Annotated[str, Meta(max_length=16, pattern=OPTIONAL_IDENTIFIER_PATTERN)]
     """The value of its option `verify`, which says which blocks it has checksums of."""
     identity: KvIdentity
     device_allocations: DeviceAllocations | None = None

@@ -31,7 +31,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from connector.wire.bounded import IDENTIFIER_PATTERN, Identifier, shorten
+from connector.wire.bounded import IDENTIFIER_PATTERN, OPTIONAL_IDENTIFIER_PATTERN, Identifier, shorten
 
 FACTORS_MAX = 256
 LAYERS_MAX = 4096
@@ -98,6 +98,7 @@ _NAMES_OF_THE_SAME = {
 }
 
 _Value: TypeAlias = Annotated[str, Meta(max_length=VALUE_LENGTH_MAX, pattern=IDENTIFIER_PATTERN)]
+_OptionalValue: TypeAlias = Annotated[str, Meta(max_length=VALUE_LENGTH_MAX, pattern=OPTIONAL_IDENTIFIER_PATTERN)]
 _Scales: TypeAlias = Annotated[tuple[float, ...], Meta(max_length=HEADS_MAX)]
 _Bytes: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 48)]
 
@@ -122,8 +123,8 @@ class LayerIdentity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     group: Annotated[int, Meta(ge=0, lt=GROUPS_MAX)]
     dtype: _Value
-    fp8: Annotated[str, Meta(max_length=VALUE_LENGTH_MAX)] = ""
-    order: Annotated[str, Meta(max_length=VALUE_LENGTH_MAX)] = ""
+    fp8: _OptionalValue = ""
+    order: _OptionalValue = ""
     k_scales: _Scales = ()
     v_scales: _Scales = ()
     first_head: Annotated[int, Meta(ge=0, le=1 << 16)] = 0

@@ -211,6 +211,8 @@ class TestReply:
             {"control_host": "h" * 256},
             {"control_host": "host;tcp://elsewhere"},
             {"control_host": "host\n"},
+            {"verify": "all\x1b[31m"},
+            {"verify": "a" * 17},
             {"control_port": 0},
             {"control_port": 65536},
             {"control_port": 1.5},
