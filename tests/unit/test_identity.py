@@ -11,6 +11,7 @@ from connector.wire.bounded import RENDERED_LENGTH_MAX
 from connector.wire.handshake import HandshakeError, decode_reply, encode_reply
 from connector.wire.identity import (
     FACTORS_MAX,
+    LAYERS_MAX,
     KvIdentity,
     LayerIdentity,
     differing_factors,
@@ -247,6 +248,54 @@ def test_an_identity_takes_the_place_of_the_hash() -> None:
     assert handshake(IDENTITY, hashes=("h", "another")) is None
 
 
+ONE_LAYER = {"group": 0, "dtype": "fp8", "content_bytes": []}
+
+
+def one_layer(**changes: Any) -> dict[str, Any]:
+    """As it is encoded; what is None is left out."""
+    return {"layers": {"layer": {name: said for name, said in (ONE_LAYER | changes).items() if said is not None}}}
+
+
+def refusal(changes: dict[str, Any]) -> Any:
+    """Of an identity of which this was changed where it is encoded; None: it is taken."""
+    actor = msgspec.to_builtins(msgspec.structs.replace(facts(), identity=IDENTITY))
+    actor["identity"] |= changes
+    payload = {"compatibility_hash": "h", "agent_metadata_bytes": encode_agent_metadata(METADATA), "actor": actor}
+    try:
+        decode_reply(
+            (msgspec.msgpack.encode(payload), b""),
+            peer="prefill",
+            address="host:5600",
+            expected_hash="h",
+            identity=msgspec.structs.replace(IDENTITY, layers={}),
+        )
+    except HandshakeError as error:
+        return error.failure
+    return None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"factors": {"name": "v" * 256}},
+        {"factors": {f"n{index}": "v" for index in range(FACTORS_MAX)}},
+        one_layer(),
+        one_layer(k_scales=[1.0] * 1024, heads=1024),
+        one_layer(group=4095),
+        one_layer(order="", fp8=""),
+        one_layer(order="o" * 256),
+        one_layer(content_bytes=[0, 1 << 48]),
+        one_layer(content_bytes=[1] * 64),
+        {"layers": {f"l{index}": ONE_LAYER for index in range(LAYERS_MAX)}},
+        {"group_tokens": [0, 1 << 20]},
+        {"group_tokens": [16] * 4096},
+    ],
+    ids=lambda changes: str(changes)[:40],
+)
+def test_what_is_within_bounds_is_taken(changes: dict[str, Any]) -> None:
+    assert refusal(changes) is None
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -254,27 +303,31 @@ def test_an_identity_takes_the_place_of_the_hash() -> None:
         {"factors": {"name": "two\nlines"}},
         {"factors": {"name": 5}},
         {"factors": {f"n{index}": "v" for index in range(FACTORS_MAX + 1)}},
-        {"layers": {"layer": {"dtype": "fp8", "content_bytes": [], "k_scales": [1.0] * 1025}}},
-        {"layers": {"layer": {"dtype": "fp8", "content_bytes": [], "k_scales": ["1.0"]}}},
-        {"layers": {"layer": {"dtype": "fp8", "content_bytes": [], "first_head": -1}}},
-        {"layers": {"layer": {"dtype": "fp8"}}},
-        {"layers": {"layer": {"dtype": "fp8", "content_bytes": [-1]}}},
-        {"layers": {"layer": {"dtype": "fp8", "content_bytes": [1] * 65}}},
-        {"layers": {"layer": {"dtype": "fp8", "content_bytes": [1.5]}}},
-        {"layers": {"layer": {}}},
+        one_layer(k_scales=[1.0] * 1025),
+        one_layer(k_scales=["1.0"]),
+        one_layer(first_head=-1),
+        one_layer(heads=1025),
+        one_layer(group=None),
+        one_layer(group=-1),
+        one_layer(group=4096),
+        one_layer(dtype=None),
+        one_layer(dtype=""),
+        one_layer(order="as\nsaid"),
+        one_layer(order="o" * 257),
+        one_layer(fp8="\x1b[31m"),
+        one_layer(content_bytes=None),
+        one_layer(content_bytes=[-1]),
+        one_layer(content_bytes=[1] * 65),
+        one_layer(content_bytes=[1.5]),
+        one_layer(content_bytes=[(1 << 48) + 1]),
+        {"layers": {f"l{index}": ONE_LAYER for index in range(LAYERS_MAX + 1)}},
+        {"layers": {"": ONE_LAYER}},
+        {"group_tokens": [-1]},
+        {"group_tokens": [16] * 4097},
     ],
     ids=lambda changes: str(changes)[:40],
 )
 def test_bounds(changes: dict[str, Any]) -> None:
-    actor = msgspec.to_builtins(msgspec.structs.replace(facts(), identity=IDENTITY))
-    actor["identity"] |= changes
-    payload = {"compatibility_hash": "h", "agent_metadata_bytes": encode_agent_metadata(METADATA), "actor": actor}
-    with pytest.raises(HandshakeError) as caught:
-        decode_reply(
-            (msgspec.msgpack.encode(payload), b""),
-            peer="prefill",
-            address="host:5600",
-            expected_hash="h",
-            identity=IDENTITY,
-        )
-    assert caught.value.failure.kind == "HandshakeMalformed"
+    failure = refusal(changes)
+    assert failure is not None
+    assert (failure.kind, failure.field) == ("HandshakeMalformed", "payload")
