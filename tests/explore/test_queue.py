@@ -12,7 +12,20 @@ import pytest
 from statemachine import load
 from statemachine.kernel import Event
 from statemachine.load import AbortLoad, State
-from statemachine.loads import Allocated, Answer, Asked, Heard, LetGo, Loads, Room
+from statemachine.loads import (
+    Allocated,
+    Answer,
+    Asked,
+    Ended,
+    Heard,
+    LetGo,
+    LoadEnded,
+    Loads,
+    Room,
+    SayNoRoom,
+    SayRoomFound,
+    StepScheduled,
+)
 from tests.explore.queue import SETTINGS, Broken, Setting, search
 
 
@@ -144,3 +157,35 @@ def test_a_request_whose_id_comes_again_has_ended() -> None:
     core.handle(Allocated(request_id="a", loads=True), 0)
     assert AbortLoad(request_id="a") in core.handle(heard, 0)
     assert (list(core.queued), list(core.loading)) == (["a"], [])
+
+
+@pytest.mark.parametrize("ending", [Allocated(request_id="a", loads=False), Ended(request_id="a")])
+def test_who_has_its_blocks_or_has_ended_lacks_room_no_more(ending: Event) -> None:
+    core = Loads(shares=True)
+    asked = Asked(request_id="a", room=Room.TAKEN_BY_LENT_BACK, pays=False, num_tokens=40)
+    assert core.ask(asked) == (Answer.LET_PASS, [SayNoRoom(request_id="a", num_tokens=40)])
+    assert core.ask(asked) == (Answer.LET_PASS, [])
+    assert core.waits_for_lent_back
+    assert core.handle(ending, 0) == [SayRoomFound(request_id="a")]
+    assert not core.waits_for_lent_back
+    assert core.handle(Ended(request_id="a"), 0) == []
+
+
+@pytest.mark.parametrize("has_blocks", [False, True])
+def test_while_a_load_has_failed_others_wait_a_step_for_one_that_got_no_blocks_and_for_no_other(
+    has_blocks: bool,
+) -> None:
+    core = Loads(shares=True)
+    for name in ("failed", "first", "second"):
+        core.handle(Heard(request_id=name, source=1), 0)
+    core.handle(Allocated(request_id="failed", loads=True), 0)
+    core.handle(LoadEnded(request_id="failed", has_failed=True), 0)
+    assert core.ask(Asked(request_id="first", room=Room.ENOUGH, pays=True))[0] is Answer.LOAD
+    if has_blocks:
+        core.handle(Allocated(request_id="first", loads=True), 0)
+    answers = []
+    for _ in range(2):
+        core.handle(StepScheduled(blocks_are_kept=False), 0)
+        answers.append(core.ask(Asked(request_id="second", room=Room.ENOUGH, pays=True))[0])
+    assert answers[0] is (Answer.LOAD if has_blocks else Answer.LET_PASS)
+    assert answers[1] is (Answer.LET_PASS if has_blocks else Answer.LOAD)
