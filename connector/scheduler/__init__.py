@@ -14,6 +14,7 @@ adapters             which weights its adapter has, likewise
 media_names          which images and other media it has, likewise
 draining             ending an engine without a request noticing
 listener_thread      the thread that answers handshakes
+start_log            what an engine writes into its log at start
 engine_figures       figures that concern a whole engine
 request_spans        OpenTelemetry spans of requests, where vLLM traces
 """

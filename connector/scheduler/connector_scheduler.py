@@ -21,19 +21,16 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, assert_never
 
-import vllm
 from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
-from connector import DISTRIBUTION
 from connector.actor_death import act_on
-from connector.addresses import is_all_interfaces, is_loopback, join_address
+from connector.addresses import is_loopback, join_address
 from connector.clock import NS_PER_SECOND, Clock, to_ns
-from connector.config import ConnectorOptions, in_force, unknown_variables
-from connector.environment import VARIABLES
-from connector.key_files import listener_access, own_workers_access, params_key_file, warn_of_insecurity
+from connector.config import ConnectorOptions
+from connector.key_files import listener_access, own_workers_access, params_key_file
 from connector.observe import catalogue
 from connector.observe.event_log import EventLog, FailureLog
 from connector.observe.log import CrashCount, get_logger
@@ -60,10 +57,10 @@ from connector.scheduler.lends import Lends, wants_remote_decode
 from connector.scheduler.listener_thread import ListenerThread
 from connector.scheduler.pulls import Pulls, WaitingPull
 from connector.scheduler.request_spans import request_spans
+from connector.scheduler.start_log import tell_of_start
 from connector.scheduler.vllm_admission import Admission
 from connector.staging import is_staged
 from connector.step_metadata import HandshakeMetadata, StepMetadata, WorkerReport
-from connector.versions import beside_the_accepted, shown_version
 from connector.wire.bounded import PORT_MAX
 from statemachine.draining import State
 from statemachine.kernel import Event
@@ -190,47 +187,7 @@ class ConnectorScheduler:
         self._is_decode_only: bool = vllm_config.kv_transfer_config.kv_role == "kv_consumer"
         # Where vLLM traces.
         self._spans = request_spans(vllm_config)
-        _log.info(
-            "%s %s (vLLM %s) as %s; kv_load_failure_policy=%s, %s; all other options have their defaults [%s]",
-            DISTRIBUTION,
-            shown_version(DISTRIBUTION),
-            vllm.__version__,
-            vllm_config.kv_transfer_config.kv_role,
-            vllm_config.kv_transfer_config.kv_load_failure_policy,
-            in_force(options),
-            self._engine_id,
-        )
-        for name, found, accepted in beside_the_accepted():
-            _log.warning(
-                "%s %s is installed, with which nobody has run this connector: it is made for %s%s, and anything may "
-                "go wrong; install a version of that, or run the tests with this one",
-                name,
-                found,
-                name,
-                accepted,
-            )
-        for name in unknown_variables():
-            _log.warning("the environment variable %s means nothing here; there are %s", name, ", ".join(VARIABLES))
-        warn_of_insecurity(options, join_address(self._host, self._port))
-        if envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION:
-            _log.warning(
-                "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is set: vLLM ends this engine when a client's request id "
-                "comes again while its blocks are lent or read into (AssertionError: duplicate request id); unset it"
-            )
-        api_servers = getattr(parallel, "_api_process_count", 1)
-        if api_servers > 1 and vllm_config.shutdown_timeout:
-            _log.warning(
-                "this engine has %d API servers, and vLLM waits for those first: SIGTERM comes here when "
-                "--shutdown-timeout is over, so this engine does not drain, and no answer in hand is finished; set "
-                "--api-server-count 1, or take it from the router and run `nixl-actor drain` before SIGTERM",
-                api_servers,
-            )
-        if is_all_interfaces(advertised.host):
-            _log.warning(
-                "VLLM_NIXL_SIDE_CHANNEL_HOST is %s, and this machine has no route by which vLLM would find the address "
-                "to tell others: no other machine reaches this engine; set VLLM_HOST_IP, or that variable, to it",
-                self._host,
-            )
+        tell_of_start(vllm_config, options, advertised.host)
 
     # --- requests -----------------------------------------------------------------------------------------------
 
