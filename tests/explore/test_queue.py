@@ -189,3 +189,19 @@ def test_while_a_load_has_failed_others_wait_a_step_for_one_that_got_no_blocks_a
         answers.append(core.ask(Asked(request_id="second", room=Room.ENOUGH, pays=True))[0])
     assert answers[0] is (Answer.LOAD if has_blocks else Answer.LET_PASS)
     assert answers[1] is (Answer.LET_PASS if has_blocks else Answer.LOAD)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("waits", [False, True])
+def test_who_comes_after_a_lease_has_served_all_others_reads_nothing_of_it(shares: bool, waits: bool) -> None:
+    """Also where another one waited for the load: it is told when that ends, and who comes later knows nobody of it."""
+    core = Loads(shares=shares)
+    names = ["first", "other"] if waits and shares else ["first"]
+    for name in names:
+        core.handle(Heard(request_id=name, source=1, lease="l"), 0)
+    core.handle(Allocated(request_id="first", loads=True), 0)
+    core.handle(LoadEnded(request_id="first", has_failed=False), 0)
+    assert [core.is_taken(name) for name in names[1:]] == [True] * len(names[1:])
+    core.handle(Heard(request_id="late", source=1, lease="l"), 0)
+    assert core.is_taken("late")
+    assert core.ask(Asked(request_id="late", room=Room.ENOUGH, pays=True))[0] is Answer.COMPUTE
