@@ -205,3 +205,15 @@ def test_who_comes_after_a_lease_has_served_all_others_reads_nothing_of_it(share
     core.handle(Heard(request_id="late", source=1, lease="l"), 0)
     assert core.is_taken("late")
     assert core.ask(Asked(request_id="late", room=Room.ENOUGH, pays=True))[0] is Answer.COMPUTE
+
+
+def test_what_one_has_loaded_is_taken_although_another_one_still_loads_it() -> None:
+    """Two load it side by side when a load has failed before; the ranks let go of it with the first that succeeds."""
+    core = Loads(shares=True)
+    for name in ("failed", "first", "second"):
+        core.handle(Heard(request_id=name, source=1, lease="l"), 0)
+        core.handle(Allocated(request_id=name, loads=True), 0)
+    core.handle(LoadEnded(request_id="failed", has_failed=True), 0)
+    core.handle(LoadEnded(request_id="first", has_failed=False), 0)
+    core.handle(Heard(request_id="late", source=1, lease="l"), 0)
+    assert (list(core.loading), core.is_taken("late")) == (["second"], True)
