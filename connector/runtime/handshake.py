@@ -23,6 +23,9 @@ what can be verified from the lengths of blocks is (`layout`), and connections a
 
 Every question opens a socket of its own. The built-in listener has no room for a request id, so a reply that comes
 after its timeout must have no socket to arrive at.
+
+A timeout says nothing of the peer where this process stood still meanwhile, stopped or without the interpreter: an
+answer may have come that nobody took. What was waited for is begun anew then, once, and nobody else hears of it.
 """
 
 from __future__ import annotations
@@ -196,7 +199,7 @@ async def disconnect(
 
 
 async def _exchange(context: ActorContext, peer: PeerAddress, rank: RankId) -> HandshakeReply:
-    """One question about one rank. Raises HandshakeError; bounded by the option handshake_timeout_seconds."""
+    """One question about one rank. Raises HandshakeError."""
     frames_untrusted = await _ask(context, peer, rank)
     expected_hash = context.local.compatibility_hash if context.options.enforce_handshake_compat else None
     reply = decode_reply(
@@ -215,21 +218,47 @@ async def _exchange(context: ActorContext, peer: PeerAddress, rank: RankId) -> H
 
 async def _ask(context: ActorContext, peer: PeerAddress, rank: RankId) -> tuple[bytes, ...]:
     """Send the question over a socket of its own, and wait for the reply's frames. Raises HandshakeError."""
-    timeout_seconds, began_ns = context.options.handshake_timeout_seconds, context.clock.now_ns()
-    try:
+    reached = Reached.NOTHING
+
+    async def ask() -> tuple[bytes, ...]:
+        nonlocal reached
         with closing(context.side_channel.connect(peer.host, peer.port)) as requester:
-            with trio.move_on_after(timeout_seconds):
+            try:
                 return await requester.ask([encode_metadata_request(*rank)])
-            late_seconds = _late_seconds(context, began_ns)
-            raise HandshakeError(_unanswered(peer, requester.reached, timeout_seconds, late_seconds))
+            finally:
+                reached = requester.reached
+
+    try:
+        return await _in_time(context, ask)
+    except _TooLate as late:
+        raise HandshakeError(
+            _unanswered(peer, reached, context.options.handshake_timeout_seconds, late.late_seconds)
+        ) from None
     except SideChannelError as error:
         raise HandshakeError(failure_of(error, peer=peer.engine_id, address=str(peer))) from error
 
 
-def _late_seconds(context: ActorContext, began_ns: int) -> int:
-    """By how many whole seconds it came too late to the end of a wait that began then: this process stood still."""
-    waited_seconds = (context.clock.now_ns() - began_ns) / NS_PER_SECOND
-    return max(0, int(waited_seconds - context.options.handshake_timeout_seconds))
+class _TooLate(Exception):
+    """A wait has ended without what was waited for. `late_seconds`: for how long this process stood still meanwhile."""
+
+    def __init__(self, late_seconds: int) -> None:
+        super().__init__(late_seconds)
+        self.late_seconds = late_seconds
+
+
+async def _in_time(context: ActorContext, attempt: Callable[[], Awaitable[T]]) -> T:
+    """What `attempt` returns within handshake_timeout_seconds; begun anew, once, if this process stood still. Raises
+    _TooLate."""
+    timeout_seconds, late_seconds = context.options.handshake_timeout_seconds, 0
+    for _ in range(2):
+        began_ns = context.clock.now_ns()
+        with trio.move_on_after(timeout_seconds):
+            return await attempt()
+        waited_seconds = (context.clock.now_ns() - began_ns) / NS_PER_SECOND
+        late_seconds = max(0, int(waited_seconds - timeout_seconds))
+        if not late_seconds:
+            break
+    raise _TooLate(late_seconds)
 
 
 def _unanswered(peer: PeerAddress, reached: Reached, timeout_seconds: float, late_seconds: int) -> Failure:
@@ -447,22 +476,26 @@ async def _load(
 
 async def _reach(context: ActorContext, peer: PeerAddress, agents: Mapping[RankId, AgentName]) -> None:
     """Wait for the first READ from each. Raises HandshakeError, NixlCallFailed."""
-    timeout_seconds, worker = context.options.handshake_timeout_seconds, ""
-    began_ns = context.clock.now_ns()
-    with trio.move_on_after(timeout_seconds):
+    worker = ""
+
+    async def reach() -> None:
+        nonlocal worker
         for rank, agent in agents.items():
             worker = worker_name(*rank)
             await context.reads.port.reach(agent)
-        return
-    raise HandshakeError(
-        FirstReadNeverEnded(
-            peer=peer.engine_id,
-            address=str(peer),
-            worker=worker,
-            timeout_seconds=timeout_seconds,
-            late_seconds=_late_seconds(context, began_ns),
-        )
-    )
+
+    try:
+        await _in_time(context, reach)
+    except _TooLate as late:
+        raise HandshakeError(
+            FirstReadNeverEnded(
+                peer=peer.engine_id,
+                address=str(peer),
+                worker=worker,
+                timeout_seconds=context.options.handshake_timeout_seconds,
+                late_seconds=late.late_seconds,
+            )
+        ) from None
 
 
 def _require_same_process(peer: PeerAddress, there: str, agent: AgentName | None) -> None:
@@ -476,34 +509,37 @@ async def _open_link(
 ) -> tuple[Link, str]:
     """Connect to a rank's control socket, and see an empty hold answered: a firewall is found here, not later. Returns
     also the name of the agent there; empty: it does not say."""
-    timeout_seconds = context.options.handshake_timeout_seconds
-    host, port, began_ns = facts.control_host, facts.control_port, context.clock.now_ns()
-    link: Link | None = None
+    where = f"its control socket at {join_address(facts.control_host, facts.control_port)}"
     local = context.local.layout
     probe = Hold(engine_id=local.engine_id, rank=local.tp_rank, ranks=consumers, sent_ns=0, leases=())
-    try:
-        with trio.fail_after(timeout_seconds):
-            link = await context.side_channel.open_link(host, port, facts.control_key)
+
+    async def probed() -> tuple[Link, str]:
+        link = await context.side_channel.open_link(facts.control_host, facts.control_port, facts.control_key)
+        try:
             link.send(encode_request(probe))
             answer = decode_answer(await link.receive())
             if not isinstance(answer, HoldAnswer):
                 raise DecodeFailed("not the answer to a hold")
-    except BaseException as error:
-        if link is not None:
+        except BaseException:
             link.close()
-        if isinstance(error, AccessRefused):
-            detail = f"its control socket at {join_address(host, port)}: {error.error}"
-            raise HandshakeError(NotAllowed(peer=peer.engine_id, address=str(peer), detail=detail)) from error
-        if isinstance(error, DescriptorsExhausted):
-            raise HandshakeError(failure_of(error, peer=peer.engine_id, address=str(peer))) from error
-        if isinstance(error, trio.TooSlowError | SideChannelError | DecodeFailed):
-            said = error.error if isinstance(error, SideChannelError) else str(error)
-            late = and_stood_still(_late_seconds(context, began_ns))
-            reason = said or f"nothing came within {timeout_seconds:g} s{late}"
-            detail = f"its control socket at {join_address(host, port)} did not answer: {reason}"
-            raise HandshakeError(ControlLinkLost(peer=peer.engine_id, address=str(peer), detail=detail)) from error
-        raise
-    return link, answer.agent
+            raise
+        return link, answer.agent
+
+    try:
+        return await _in_time(context, probed)
+    except AccessRefused as error:
+        detail = f"{where}: {error.error}"
+        raise HandshakeError(NotAllowed(peer=peer.engine_id, address=str(peer), detail=detail)) from error
+    except DescriptorsExhausted as error:
+        raise HandshakeError(failure_of(error, peer=peer.engine_id, address=str(peer))) from error
+    except (_TooLate, SideChannelError, DecodeFailed) as error:
+        if isinstance(error, _TooLate):
+            stood_still = and_stood_still(error.late_seconds)
+            reason = f"nothing came within {context.options.handshake_timeout_seconds:g} s{stood_still}"
+        else:
+            reason = error.error if isinstance(error, SideChannelError) else str(error)
+        detail = f"{where} did not answer: {reason}"
+        raise HandshakeError(ControlLinkLost(peer=peer.engine_id, address=str(peer), detail=detail)) from error
 
 
 async def _unload(

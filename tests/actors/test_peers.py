@@ -19,6 +19,7 @@ from connector.ports.nixl import AgentName, ListenerLost, NixlCallFailed, PortBr
 from connector.ports.nixl_agent import RealNixlPort
 from connector.ports.side_channel import Reached
 from connector.ports.zmq_bridge import ZmqSideChannel
+from connector.ports.zmq_bridge.link import ZmqLink
 from connector.ports.zmq_bridge.requester import ZmqRequester
 from connector.protocol import AbortPull, PeerAddress, ReceiveEnded, RejectPull, TrackLease, WorkerStopped
 from connector.runtime import peer_actor
@@ -783,19 +784,49 @@ def test_engine_that_stood_still_itself_blames_no_name_server(monkeypatch: pytes
 
 
 def test_a_handshake_that_took_too_long_says_that_this_engine_stood_still_itself() -> None:
+    """Also the second time, which it has because of the first."""
     clock = WarpedClock()
 
     async def test() -> None:
         with BlackHole() as silent:
             async with engine("d", options=ConnectorOptions(handshake_timeout_seconds=2.0), clock=clock) as d:
-                for request_id, stands_still_seconds in (("waited", 0.0), ("stood", 40.0)):
+                for request_id, stands_still in (("waited", ()), ("once", (40.0,)), ("stood", (40.0, 40.0))):
                     d.pull(request_id, nobody(request_id, silent.port), [1], [1])
                     await trio.sleep(0.5)
-                    clock.leap(stands_still_seconds)
+                    for seconds in stands_still:
+                        clock.leap(seconds)
+                        await trio.sleep(2.0)
                     failure = await failure_of(d, request_id)
                     assert isinstance(failure, HandshakeTimeout)
-                    assert (failure.late_seconds >= 38) == (stands_still_seconds > 0), failure
+                    assert (failure.late_seconds >= 38) == (request_id == "stood"), failure
                     assert ("stood still" in str(failure)) == (failure.late_seconds > 0)
+
+    run(test)
+
+
+@pytest.mark.parametrize("waits_for", ["answer", "control socket", "first READ"])
+def test_who_stood_still_while_it_was_connected_asks_once_more(monkeypatch: pytest.MonkeyPatch, waits_for: str) -> None:
+    """What came meanwhile was taken by nobody: the first attempt waits until it is given up."""
+    clock = WarpedClock()
+    port: type = {"answer": ZmqRequester, "control socket": ZmqLink, "first READ": RealNixlPort}[waits_for]
+    name = {"answer": "ask", "control socket": "receive", "first READ": "reach"}[waits_for]
+    found, calls = getattr(port, name), 0
+
+    async def stood_still(self: object, *arguments: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            clock.leap(40.0)
+            await trio.sleep_forever()
+        return await found(self, *arguments)
+
+    async def test() -> None:
+        options = ConnectorOptions(handshake_timeout_seconds=4.0)
+        async with engine("p", serves=True) as p, engine("d", options=options, clock=clock) as d:
+            with monkeypatch.context() as patched:
+                patched.setattr(port, name, stood_still)
+                await reads(d, p, "a")
+            assert calls >= 2
 
     run(test)
 

@@ -747,7 +747,7 @@ HANDSHAKE = (
         name="the first READ is waited for without end",
         row=45,
         broken="a first READ that never ends keeps the handshake",
-        changes=(Edit(handshake._reach, "trio.move_on_after(timeout_seconds)", "trio.CancelScope()"),),
+        changes=(Edit(handshake._reach, "await _in_time(context, reach)", "await reach()"),),
         place=ByTest(
             "tests/actors/test_peers.py"
             "::test_an_engine_that_answers_and_cannot_be_read_ends_nothing_but_its_own_handshakes"
@@ -757,8 +757,14 @@ HANDSHAKE = (
         name="handshakes wait for ever",
         row=45,
         broken="a question that nobody answers is waited for without bound",
-        changes=(Edit(handshake._ask, "trio.move_on_after(timeout_seconds)", "trio.CancelScope()"),),
+        changes=(Edit(handshake._ask, "await _in_time(context, ask)", "await ask()"),),
         place=level2("recovery", fault(Kind.PARTITION, "d0>p0", 0.0, 4.0)),
+    ),
+    Mutant(
+        name="who has stood still believes its timeouts",
+        broken="requests fail because their own engine was stopped while it was being connected",
+        changes=(Edit(handshake._in_time, "range(2)", "range(1)"),),
+        place=ByTest("tests/actors/test_peers.py::test_who_stood_still_while_it_was_connected_asks_once_more"),
     ),
 )
 
