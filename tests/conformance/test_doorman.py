@@ -25,12 +25,16 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import trio
 
 from connector.clock import NS_PER_SECOND
 from connector.ports import doorman, side_channel, zmq_bridge
 from connector.ports.descriptors import TooFewDescriptors
+from connector.ports.nixl import MemoryRange, NixlCallFailed
+from connector.ports.nixl_agent import RealNixlPort
+from connector.ports.nixl_agent.thread import AGENT_DESCRIPTORS
 from connector.ports.side_channel import DescriptorsExhausted, NameNotResolved, Reached
 from connector.ports.tcp import peer_address, received_bytes, unread_bytes
 from connector.ports.zmq_bridge import ZmqListener, ZmqRequester, ZmqSideChannel
@@ -346,6 +350,16 @@ def test_a_channel_is_not_made_where_libzmq_would_end_the_process() -> None:
     with descriptors_left(CONTEXT_DESCRIPTORS):
         channel = ZmqSideChannel()
     channel.close()
+
+
+@in_a_process_of_its_own
+def test_an_agent_is_not_made_where_ucx_would_end_the_process() -> None:
+    """With each number of descriptors that is too small on any machine."""
+    memory = np.zeros(4096, np.uint8)
+    for count in range(AGENT_DESCRIPTORS):
+        with descriptors_left(count), pytest.raises(NixlCallFailed, match="too few file descriptors") as failed:
+            RealNixlPort.open("x", [MemoryRange(memory.ctypes.data, memory.nbytes)])
+        assert "UCX" not in str(failed.value)  # nobody has asked it
 
 
 def test_a_command_that_has_too_few_descriptors_says_why(

@@ -147,7 +147,8 @@ class RealNixlPort:
         try:
             port._core = port._thread.open(timeout_seconds, on_wait)
         except CallRefused as refused:
-            raise NixlCallFailed("open", f"{refused.error} ({_WHAT_MAY_LACK})") from None
+            hint = "" if refused.no_descriptor_left else f" ({_WHAT_MAY_LACK})"
+            raise NixlCallFailed("open", f"{refused.error}{hint}") from None
         return port
 
     @property

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 
 from connector.cpu_affinity import leave_single_cpu
 from connector.observe.log import get_logger
+from connector.ports.descriptors import TooFewDescriptors, require_descriptors
 from connector.ports.nixl import PortBroken, PortReadEnded, ReadHandle, ReadPosted
 from connector.ports.nixl_agent.call_queue import CallQueue
 from connector.ports.nixl_agent.calls import Call, CallRefused, Outgoing, ReadOrdered, ThreadEnded
@@ -61,6 +62,9 @@ EXIT_SECONDS_MAX = 2.0
 
 AGENT_THREADS = 2
 """One of NIXL, and one that UCX starts for the first agent of a process."""
+AGENT_DESCRIPTORS = 15
+"""What UCX takes for the first agent of a process at least, on a machine without a GPU and RDMA. It ends the process
+where it lacks one at some places."""
 
 UNDELIVERED_EVENTS_MAX = 10_000
 """Notifications are left inside NIXL while so many events wait for the trio thread."""
@@ -153,9 +157,10 @@ class AgentThread:
         leave_single_cpu()
         try:
             require_threads(AGENT_THREADS)
+            require_descriptors(AGENT_DESCRIPTORS)
             self.core = make_core()
-        except NoThreadLeft as error:
-            self._open_failure = CallRefused(str(error))
+        except (NoThreadLeft, TooFewDescriptors) as error:
+            self._open_failure = CallRefused(str(error), no_descriptor_left=isinstance(error, TooFewDescriptors))
         except Exception as error:
             # A new exception: the traceback of this one would carry NIXL objects to another thread.
             self._open_failure = (
