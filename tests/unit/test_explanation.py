@@ -285,6 +285,8 @@ def test_one_that_was_refused_because_its_peer_backs_off_says_why_it_does() -> N
     assert answer.cause == (
         "PeerBackoff: ConnectionRefused: nothing listens at 10.0.0.1:5600; P was not tried again yet"
     )
+    assert answer.advice == f"{WHAT_TO_DO['ConnectionRefused']}; P is tried again by itself"
+    assert the_answer(refused).advice == WHAT_TO_DO["PeerBackoff"]
 
 
 def test_why_its_peer_backed_off_is_not_what_is_wrong_with_the_peer_now() -> None:

@@ -60,6 +60,9 @@ def explain_end(case: Case, ended: History, live: Live) -> Explanation:
             cause = (
                 f"{kind}: prefill engine {ended.peer} and this one differ: {'; '.join(differing[:FACTORS_NAMED_MAX])}"
             )
+        root = _root_of_backoff(case, ended, peer) if kind == "PeerBackoff" else None
+        if root is not None and (of_root := told(*root)[1]):
+            advice = f"{of_root}; P is tried again by itself"
         facts += [*differing[FACTORS_NAMED_MAX:], *facts_of_queue(ended)]
         outcome, follows = "failed", after_failure(live.facts(ended.engine_id))
     if kind == "AbortedByClient":
@@ -109,12 +112,10 @@ def _one_sided(case: Case) -> list[str]:
 def _cause_of_end(case: Case, ended: History, peer: PeerRow | None, live: Live) -> str:
     kind, clause = ended.reason or ended.state, first_clause(ended.detail)
     if kind == "PeerBackoff":
-        # What P's connection is now may have begun long after this request ended.
-        same = peer if peer is not None and f"({peer.failure})" in (ended.detail or "") else None
-        root = _root_of_backoff(case, ended, same)
+        root = _root_of_backoff(case, ended, peer)
         if root is not None:
-            is_or_was = "is" if same is not None and same.state == "backoff" else "was"
-            return f"{kind}: {root}; P {is_or_was} not tried again yet"
+            is_or_was = "is" if peer is not None and _is_same(peer, ended) and peer.state == "backoff" else "was"
+            return f"{kind}: {root[0]}: {first_clause(root[1])}; P {is_or_was} not tried again yet"
     if kind == "DeadlineExceeded":
         phase = next((visit.state for visit in reversed(ended.visits) if visit.state not in _ENDS), "")
         waited = {"reading": "READs", "draining": "READs", "proving": "an answer"}.get(phase, "the connection")
@@ -163,17 +164,23 @@ def _was_connected(case: Case, ended: History, peer: PeerRow | None, live: Live)
     return peer.state == "ready"
 
 
-def _root_of_backoff(case: Case, ended: History, peer: PeerRow | None) -> str | None:
-    """The failure that the back-off began with. `peer`: P's connection, if that is what it failed by last."""
+def _is_same(peer: PeerRow, ended: History) -> bool:
+    """Whether P's connection has failed last by what a request was refused for: what it is now may have begun long
+    after that."""
+    return f"({peer.failure})" in (ended.detail or "")
+
+
+def _root_of_backoff(case: Case, ended: History, peer: PeerRow | None) -> tuple[str, str | None] | None:
+    """The failure that the back-off began with, and its sentence. `peer`: P's connection."""
     ended_ns = ended.records[-1].mono_ns
     for history in case.peers:
         if history.rank != ended.rank:
             continue
         before = [each for each in history.records if each.mono_ns <= ended_ns and each.reason]
         if before:
-            return f"{before[-1].reason}: {first_clause(before[-1].detail)}"
-    if peer is not None:
-        return f"{peer.failure}: {first_clause(peer.detail)}"
+            return str(before[-1].reason), before[-1].detail
+    if peer is not None and peer.failure is not None and _is_same(peer, ended):
+        return peer.failure, peer.detail
     return None
 
 
