@@ -43,8 +43,9 @@ NIXL_HANGS_ADVICE = (
 )
 
 TRACE_INTERRUPTED_ADVICE = (
-    "free space, make the directory again, raise the limit of open files (ulimit -n) or have the file system take "
-    "files again, whichever the error names; an engine that is to use another trace_directory has to be started again"
+    "free space, make the directory again, raise the limit of open files (ulimit -n) or of a file's size (ulimit -f), "
+    "or have the file system take files again, whichever the error names; an engine that is to use another "
+    "trace_directory has to be started again"
 )
 
 WHAT_TO_DO: dict[str, str] = {
@@ -105,7 +106,8 @@ WHAT_TO_DO: dict[str, str] = {
     "PeerRetired": "prefill again: the engine that lent these blocks was replaced or forgotten",
     "PeerLeaving": (
         "prefill again; end P only when it says that it has drained (nixl-actor drain), and raise drain_grace_seconds "
-        "on it if that comes too late"
+        "on it if that comes too late; if P sleeps (/is_sleeping), its leases had ended before: raise "
+        "kv_lease_duration if requests are to come so late"
     ),
     "TooManyPeers": "raise the option peer_limit on D",
     "Incompatible": "start both engines alike; the line of each failure says how",
@@ -123,9 +125,9 @@ WHAT_TO_DO: dict[str, str] = {
     "BlocksConsumed": "have the router prefill a repeated request again: kv_transfer_params can be used once",
     "LeaseOver": (
         "prefill again, and nothing else if P was restarted; where its readers have released it, have the router use "
-        "kv_transfer_params once; raise lease_limit_seconds or kv_lease_duration if D's queue is longer than these, "
-        "else see whether D has stood still; if it is all requests of one engine, see with nixl-actor doctor and the "
-        "addresses of all prefill engines whether another has the same engine_id"
+        "kv_transfer_params once; raise lease_limit_seconds or kv_lease_duration if requests wait longer than these in "
+        "D's queue, as while D sleeps, else see whether D has stood still; if it is all requests of one engine, see "
+        "with nixl-actor doctor and the addresses of all prefill engines whether another has the same engine_id"
     ),
     "LeaseNotProven": "see whether P's worker hangs, and whether D can reach its control socket",
     "ChecksumsMissing": "P's log says why (checksums); if its device lacks memory, lower gpu_memory_utilization there",

@@ -232,7 +232,9 @@ class _PeerObserver:
             else:
                 self._say_away("is lost", event.failure)
         elif isinstance(event, peer.Retired):
-            self._write("given up", "is given up: another one is at its address, it was idle for long, or we stop")
+            self._write(
+                "given up", "is given up: another one is at its address, it was idle for long, or we stop or sleep"
+            )
 
     def _say_connected(self) -> None:
         now_ns = self._clock.now_ns()

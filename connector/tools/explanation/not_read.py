@@ -253,7 +253,8 @@ def _say_who_leaves(leaving: Sequence[str]) -> str:
 
 TRACE_LACKS = (
     " Or it came without kv_transfer_params and was computed where it came to: traces do not have such requests, the "
-    "running engines do (without --trace)."
+    "running engines do (without --trace). Or the trace could not be written then, as on a full disk: `nixl-actor "
+    "doctor` on the engine says so, and its log (`is interrupted`)."
 )
 
 
