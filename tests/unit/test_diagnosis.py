@@ -375,6 +375,31 @@ def test_leases_and_versions_that_differ() -> None:
     assert version.what == "nixl is 1.5.1 on d, and 1.6.0 on pp"
 
 
+@pytest.mark.parametrize(
+    ("on_p", "on_d", "levels"),
+    [
+        ("null", "null", []),
+        ('"/k"', '"/k"', []),
+        ("null", '"/k"', ["problem"]),
+        ('"/k"', "null", ["warning"]),
+        (None, '"/k"', []),
+    ],
+)
+def test_keys_that_one_side_alone_has(on_p: str | None, on_d: str, levels: list[str]) -> None:
+    def options(file: str | None) -> dict[str, str]:
+        return FACTS.options if file is None else FACTS.options | {"params_keys_file": file}
+
+    findings = found(
+        engine("d", role="kv_consumer", options=options(on_d)),
+        engine("pp", role="kv_producer", options=options(on_p)),
+        check="keys",
+    )
+    assert [each.level for each in findings] == levels
+    for each in findings:
+        assert "params_keys_file" in each.what
+        assert each.what.startswith("pp signs no" if each.level == "problem" else "d believes any")
+
+
 @pytest.mark.parametrize(("state", "level"), [("backoff", "problem"), ("idle", "warning"), ("ready", None)])
 def test_peers_that_failed(state: str, level: str | None) -> None:
     row: PeerRow = peer_row(state, failure="HandshakeTimeout", detail="did not answer").row
@@ -621,6 +646,21 @@ def test_leases_that_expired_with_and_without_a_reader() -> None:
     assert found(engine("d", READ), prefill, check="expired leases") == []
 
 
+def test_a_lease_that_expired_because_its_request_had_failed_on_d_is_no_riddle() -> None:
+    failed = record(
+        "request", "failed", "cmpl-d", engine_id="d", peer="pp", remote_request_id="cmpl-p", reason="NoDescriptorLeft"
+    )
+    prefill = engine("pp", EXPIRED, role="kv_producer")
+    (finding,) = found(engine("d", failed), prefill, check="expired leases")
+    assert (finding.level, finding.what) == (
+        "note",
+        "pp: 1 lease(s) expired because their requests had failed on a decode engine (cmpl-p: NoDescriptorLeft on d)",
+    )
+    assert finding.advice == "see what these failed of: nixl-actor why cmpl-d"
+    (finding,) = found(engine("d", failed), engine("d2", READ), prefill, check="one-sided releases")
+    assert finding.level == "warning"
+
+
 def test_an_answer_that_was_lent_back_and_not_read_is_no_finding() -> None:
     unread = msgspec.structs.replace(EXPIRED, record=msgspec.structs.replace(EXPIRED.record, reason=lease.LENT_BACK))
     both = engine("pp", unread, role="kv_both")
@@ -737,6 +777,7 @@ def test_a_trace_that_is_interrupted_is_said_with_the_file_the_error_and_what_to
         f"d: its trace is interrupted until it can be written ({said}): 12 record(s) are missing"
     )
     assert finding.advice.startswith("free space, make the directory again, raise the limit of open files")
+    assert "(ulimit -f)" in finding.advice  # File too large
     (finding,) = found(replace(healthy, ranks=(healthy.ranks[0], interrupted)), check="traces")
     assert "is interrupted on 1 of 2 ranks" in finding.what
     assert "24 record(s)" in finding.what

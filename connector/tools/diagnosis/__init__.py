@@ -20,7 +20,7 @@ from types import MappingProxyType
 
 from connector.tools.asking import Address
 from connector.tools.diagnosis.finding import Finding
-from connector.tools.diagnosis.fit import clocks, fit, settings
+from connector.tools.diagnosis.fit import clocks, fit, keys, settings
 from connector.tools.diagnosis.reachable import addresses, named_twice, unanswered
 from connector.tools.diagnosis.traffic import (
     RECORDS_ASKED,
@@ -62,6 +62,7 @@ def diagnose(
         *transports(answering, opened),
         *clocks(answering),
         *settings(answering),
+        *keys(answering),
         *peers(answering),
         *introductions(answering),
         *blocks(answering),

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
+import msgspec
+
 from connector import DISTRIBUTION
 from connector.tools.diagnosis.finding import UNSET, Finding, Level, facts_of, first_facts
 from connector.tools.durations import duration
@@ -17,6 +19,9 @@ from connector.wire.inspection import START_DATE
 
 _OPTIONS_ALIKE: dict[str, Level] = {"kv_lease_duration": "problem", "bidirectional_kv_xfer": "warning"}
 _TWO_PROMPTS = "a chat template that writes the date makes two prompts of one, whose requests fail as WrongPrompt"
+_KEYS = "params_keys_file"
+_NO_FILE = msgspec.json.encode(None).decode()
+"""An option that is not set, as engines show it (`EngineFacts.options`)."""
 CLOCK_SECONDS = 1.0
 """Two clocks that differ by more make logs and traces of two engines hard to read together. Nothing else: no clock
 reading of another machine is used."""
@@ -136,6 +141,36 @@ def settings(engines: Sequence[EngineReport]) -> Iterator[Finding]:
     yield from _differing("warning", "dates", "local time", zones, f"{_TWO_PROMPTS}: set TZ the same on P and D")
     values = [(name, facts.environment.get(START_DATE, UNSET)) for name, facts in said]
     yield from _differing("warning", "dates", START_DATE, values, f"{_TWO_PROMPTS}: set it the same on P and D")
+
+
+def keys(engines: Sequence[EngineReport]) -> Iterator[Finding]:
+    """Engines of which some sign kv_transfer_params and ask for signatures, and others do not."""
+    said = {engine.name: (engine.role, facts.options.get(_KEYS)) for engine in engines for facts in facts_of(engine)[:1]}
+    having = {name: role for name, (role, file) in said.items() if file not in (None, _NO_FILE)}
+    lacking = {name: role for name, (role, file) in said.items() if file == _NO_FILE}
+    lenders = [name for name, role in lacking.items() if role != "kv_consumer"]
+    if lenders and (readers := [name for name, role in having.items() if role != "kv_producer"]):
+        yield Finding(
+            level="problem",
+            check="keys",
+            engines=(*lenders, *readers),
+            what=(
+                f"{some_of(lenders)} signs no kv_transfer_params, and {some_of(readers)} reads nothing for those that "
+                f"are not signed (ParamsForged): {_KEYS} is set on the latter only"
+            ),
+            advice=f"set {_KEYS} on all engines, with the same keys",
+        )
+    if (open_ones := [name for name, role in lacking.items() if role != "kv_producer"]) and having:
+        yield Finding(
+            level="warning",
+            check="keys",
+            engines=(*having, *open_ones),
+            what=(
+                f"{some_of(open_ones)} believes any kv_transfer_params: {_KEYS} is not set on it, and it is on "
+                f"{some_of(list(having))}"
+            ),
+            advice=f"set {_KEYS} on all engines, with the same keys",
+        )
 
 
 def _differing(

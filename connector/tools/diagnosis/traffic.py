@@ -25,6 +25,7 @@ from connector.wire.inspection import (
 )
 from statemachine import lease, request
 from statemachine.failures import AbortedByClient, LeaseExpired, NotAllowed
+from statemachine.trace import TransitionRecord
 
 RECORDS_ASKED = 2048
 """Each worker is asked for so many of its newest records: a few seconds of a busy engine. The readers of a lease that
@@ -206,15 +207,18 @@ def leases_to_look_for(found: Survey) -> list[str]:
 
 
 def releases(found: Survey, looked_for: Collection[str]) -> Iterator[Finding]:
-    done = _leases_read(found)
+    done, failures = _leases_read(found), _leases_failed(found)
     for engine in (each for each in found.engines if each.answers):
         readers = [each for each in found.engines if each is not engine and _may_read(each)]
         one_sided: set[str] = set()
+        failed: dict[str, TransitionRecord] = {}
         unread: set[str] = set()
         unknown: set[str] = set()
         for row in _expired([engine]):
             if LeaseKey.of(row.record) in done:
                 one_sided.add(row.record.subject)
+            elif (end := failures.get(LeaseKey.of(row.record))) is not None:
+                failed[row.record.subject] = end
             elif readers and all(_would_know(reader, row, looked_for) for reader in readers):
                 unread.add(row.record.subject)
             else:
@@ -227,6 +231,16 @@ def releases(found: Survey, looked_for: Collection[str]) -> Iterator[Finding]:
                 "warning",
                 f"{len(one_sided)} lease(s) expired although a decode engine had read them ({min(one_sided)})",
                 "see whether D can reach P's control sockets, and whether another engine held them too",
+            )
+        if failed:
+            end = failed[min(failed)]
+            yield about(
+                engine,
+                "expired leases",
+                "note",
+                f"{len(failed)} lease(s) expired because their requests had failed on a decode engine ({min(failed)}: "
+                f"{end.reason or end.to_state} on {end.engine_id})",
+                f"see what these failed of: {why_command(end.subject)}",
             )
         if unread:
             what = f"{len(unread)} lease(s) expired that none of {names} has read ({min(unread)})"
@@ -279,6 +293,17 @@ def _leases_read(found: Survey) -> set[LeaseKey]:
         given.lent_as(LeaseKey.of(record))
         for record in records
         if record.machine == "request" and record.to_state == "done"
+    }
+
+
+def _leases_failed(found: Survey) -> dict[LeaseKey, TransitionRecord]:
+    """The ends of requests on decode engines that have failed, by their leases as P calls them."""
+    records = [row.record for _, row in found.of(RecordRow)]
+    given = LeasesGiven(LeaseKey.of(record) for record in records if record.machine == "lease")
+    return {
+        given.lent_as(LeaseKey.of(record)): record
+        for record in records
+        if record.machine == "request" and record.to_state in ("failed", "expired")
     }
 
 
