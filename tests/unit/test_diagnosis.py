@@ -262,6 +262,22 @@ def test_of_engines_that_tell_what_their_kv_is_that_counts_and_not_the_hash() ->
     assert "the scales of its KV cache are in it" in finding.advice
 
 
+def test_of_very_many_differences_the_first_are_named() -> None:
+    def layered(report: EngineReport) -> EngineReport:
+        said = report.ranks[0].advertisement
+        assert said is not None
+        assert said.actor is not None
+        factors = {"dtype": report.name} | {f"KV cache dtype of layer {number}": report.name for number in range(80)}
+        identity = msgspec.structs.replace(said.actor.identity, factors=factors)
+        advertisement = msgspec.structs.replace(said, actor=msgspec.structs.replace(said.actor, identity=identity))
+        return replace(report, ranks=(replace(report.ranks[0], advertisement=advertisement),))
+
+    d, p = layered(told("d", "h", "a")), layered(told("pp", "h", "a", role="kv_producer"))
+    (finding,) = found(d, p, check="fit")
+    assert finding.what.startswith("dtype is pp on pp and d on d; KV cache dtype of layer 0 is pp on pp and d on d; ")
+    assert finding.what.endswith("; KV cache dtype of layer 6 is pp on pp and d on d; and 73 more differ")
+
+
 def test_two_prefill_engines_need_not_fit() -> None:
     same = {"role": "kv_producer"}
     assert found(engine("p", **same), engine("pp", hash_="other", **same), check="fit") == []
@@ -397,7 +413,10 @@ def test_keys_that_one_side_alone_has(on_p: str | None, on_d: str, levels: list[
     assert [each.level for each in findings] == levels
     for each in findings:
         assert "params_keys_file" in each.what
-        assert each.what.startswith("pp signs no" if each.level == "problem" else "d believes any")
+        is_problem = each.level == "problem"
+        assert each.what.startswith(
+            "kv_transfer_params of pp are" if is_problem else "any kv_transfer_params are believed on d"
+        )
 
 
 @pytest.mark.parametrize(("state", "level"), [("backoff", "problem"), ("idle", "warning"), ("ready", None)])

@@ -22,6 +22,7 @@ _TWO_PROMPTS = "a chat template that writes the date makes two prompts of one, w
 _KEYS = "params_keys_file"
 _NO_FILE = msgspec.json.encode(None).decode()
 """An option that is not set, as engines show it (`EngineFacts.options`)."""
+DIFFERENCES_NAMED_MAX = 8
 CLOCK_SECONDS = 1.0
 """Two clocks that differ by more make logs and traces of two engines hard to read together. Nothing else: no clock
 reading of another machine is used."""
@@ -73,6 +74,13 @@ def _named(found: Sequence[Difference], pair: tuple[str, str]) -> list[str]:
     )
 
 
+def _first_of(differing: Sequence[str]) -> str:
+    """What differs in each layer would fill pages."""
+    left_out = len(differing) - DIFFERENCES_NAMED_MAX
+    told = "; ".join(differing[:DIFFERENCES_NAMED_MAX])
+    return told if left_out <= 0 else f"{told}; and {left_out} more differ"
+
+
 def _fit_of(prefill: EngineReport, decode: EngineReport) -> Iterator[Finding]:
     pair = (prefill.name, decode.name)
     theirs, ours = (each.ranks[0].advertisement for each in (prefill, decode))
@@ -86,7 +94,7 @@ def _fit_of(prefill: EngineReport, decode: EngineReport) -> Iterator[Finding]:
             level="problem" if enforced or unlike.refused else "warning",
             check="fit",
             engines=pair,
-            what="; ".join(unlike.differing),
+            what=_first_of(unlike.differing),
             advice=unlike.advice,
         )
         return
@@ -145,7 +153,8 @@ def settings(engines: Sequence[EngineReport]) -> Iterator[Finding]:
 
 def keys(engines: Sequence[EngineReport]) -> Iterator[Finding]:
     """Engines of which some sign kv_transfer_params and ask for signatures, and others do not."""
-    said = {engine.name: (engine.role, facts.options.get(_KEYS)) for engine in engines for facts in facts_of(engine)[:1]}
+    answers = [(engine, facts) for engine in engines for facts in facts_of(engine)[:1]]
+    said = {engine.name: (engine.role, facts.options.get(_KEYS)) for engine, facts in answers}
     having = {name: role for name, (role, file) in said.items() if file not in (None, _NO_FILE)}
     lacking = {name: role for name, (role, file) in said.items() if file == _NO_FILE}
     lenders = [name for name, role in lacking.items() if role != "kv_consumer"]
@@ -155,8 +164,8 @@ def keys(engines: Sequence[EngineReport]) -> Iterator[Finding]:
             check="keys",
             engines=(*lenders, *readers),
             what=(
-                f"{some_of(lenders)} signs no kv_transfer_params, and {some_of(readers)} reads nothing for those that "
-                f"are not signed (ParamsForged): {_KEYS} is set on the latter only"
+                f"kv_transfer_params of {some_of(lenders)} are not signed, and nothing is read for such ones on "
+                f"{some_of(readers)} (ParamsForged): {_KEYS} is set there, and not on the former"
             ),
             advice=f"set {_KEYS} on all engines, with the same keys",
         )
@@ -166,7 +175,7 @@ def keys(engines: Sequence[EngineReport]) -> Iterator[Finding]:
             check="keys",
             engines=(*having, *open_ones),
             what=(
-                f"{some_of(open_ones)} believes any kv_transfer_params: {_KEYS} is not set on it, and it is on "
+                f"any kv_transfer_params are believed on {some_of(open_ones)}: {_KEYS} is not set there, and it is on "
                 f"{some_of(list(having))}"
             ),
             advice=f"set {_KEYS} on all engines, with the same keys",
