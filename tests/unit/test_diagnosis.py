@@ -501,6 +501,7 @@ def test_quarantined_blocks() -> None:
     for each in (one_rank, replace(one_rank, ranks=one_rank.ranks * 2)):
         (finding,) = found(each, check="quarantine")
         assert "38 of 100 KV blocks" in finding.what
+        assert "nixl-actor doctor" not in finding.advice  # which says this
 
 
 @pytest.mark.parametrize(

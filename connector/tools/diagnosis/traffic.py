@@ -97,7 +97,11 @@ def blocks(engines: Sequence[EngineReport]) -> Iterator[Finding]:
             blocks, total = quarantined_blocks(rows), next((f.blocks for f in facts_of(engine)), 0)
             peers = some_of(sorted({row.peer for row in rows}))
             what = f"{blocks} of {total} KV blocks are quarantined: READs from {peers} have not ended"
-            yield about(engine, "quarantine", "problem", what, WHAT_TO_DO["Quarantined"])
+            advice = (
+                f"{peers} hangs, or the network to it; or NIXL on this engine, which a finding beside this one then "
+                "says. Restart what hangs, this engine last"
+            )
+            yield about(engine, "quarantine", "problem", what, advice)
 
 
 def failed_requests(engines: Sequence[EngineReport]) -> Iterator[Finding]:
