@@ -191,8 +191,8 @@ WHAT_TO_DO: dict[str, str] = {
         "its limit, lease_limit_seconds; of what a decode engine lends back, decoder_kv_blocks_ttl"
     ),
     NOT_READ: (
-        "look for what the client was answered; if it left and should not have, see for how long requests wait in "
-        "vLLM's queue on D"
+        "look for what the client was answered: a 400, as where --max-model-len is smaller on D? If it left and should "
+        "not have, see for how long requests wait in vLLM's queue on D"
     ),
 }
 """By kind; complete for `statemachine/failures.py`."""
