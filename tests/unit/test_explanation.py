@@ -305,6 +305,20 @@ def test_why_its_peer_backed_off_is_not_what_is_wrong_with_the_peer_now() -> Non
         assert "did not answer" not in told
 
 
+def test_whether_blocks_of_one_that_was_quarantined_still_are_is_said() -> None:
+    """Whoever reads that something hangs may restart it."""
+    ended = ended_with(failures.Quarantined(reads=1, waited_seconds=8.0, cause="DeadlineExceeded"))
+    kept = QuarantineRow(request_id=D_NAME, remote_request_id=P_NAME, peer="P", blocks=38, reads=2, since_seconds=9.0)
+    over = "D has no block in quarantine any more: the READs have ended since"
+    answer = the_answer(ended, said_by(engine_row("D")))
+    assert over in answer.facts
+    assert answer.advice == f"nothing, if it does not come again; else {WHAT_TO_DO['Quarantined']}"
+    for live in (said_by(engine_row("D"), Said("D", 0, kept)), said_by()):
+        answer = the_answer(ended, live)
+        assert over not in answer.facts
+        assert answer.advice == WHAT_TO_DO["Quarantined"]
+
+
 def test_a_queued_one_whose_blocks_are_quarantined_says_so() -> None:
     kept = QuarantineRow(request_id="other", remote_request_id="o", peer="P", blocks=38, reads=2, since_seconds=9.0)
     live = said_by(engine_row("D", blocks=40), row("queued"), Said("D", 0, kept))
@@ -646,7 +660,7 @@ def test_of_equal_weights_the_path_is_not_what_differs() -> None:
     assert "/elsewhere" not in answer.cause
 
 
-@pytest.mark.parametrize(("policy", "word"), [("fail", "an error"), ("recompute", "computes the prompt itself")])
+@pytest.mark.parametrize(("policy", "word"), [("fail", "an error"), ("recompute", "need not ask again")])
 def test_what_happens_next_depends_on_the_policy(policy: str, word: str) -> None:
     live = said_by(engine_row("D", load_failure_policy=policy))
     assert word in the_answer(ended_with(failures.ConnectionRefused(peer="P")), live).next

@@ -63,6 +63,9 @@ def explain_end(case: Case, ended: History, live: Live) -> Explanation:
         root = _root_of_backoff(case, ended, peer) if kind == "PeerBackoff" else None
         if root is not None and (of_root := told(*root)[1]):
             advice = f"{of_root}; P is tried again by itself"
+        if kind == "Quarantined" and _has_none_in_quarantine(ended.engine_id, live):
+            facts.append("D has no block in quarantine any more: the READs have ended since")
+            advice = f"nothing, if it does not come again; else {advice}"
         facts += [*differing[FACTORS_NAMED_MAX:], *facts_of_queue(ended)]
         outcome, follows = "failed", after_failure(live.facts(ended.engine_id))
     if kind == "AbortedByClient":
@@ -162,6 +165,12 @@ def _was_connected(case: Case, ended: History, peer: PeerRow | None, live: Live)
     if age_seconds is None or peer.since_seconds < age_seconds:
         return None
     return peer.state == "ready"
+
+
+def _has_none_in_quarantine(decode_id: str, live: Live) -> bool:
+    """As all ranks of this D say."""
+    all_answer = live.facts(decode_id) is not None and live.silence_of(decode_id, None) is None
+    return all_answer and not live.quarantined_from(decode_id)
 
 
 def _is_same(peer: PeerRow, ended: History) -> bool:
