@@ -192,8 +192,8 @@ def after_failure(facts: EngineFacts | None) -> str:
     policy = facts.load_failure_policy if facts is not None else ""
     if policy == "recompute":
         return (
-            "D computes the prompt itself (kv_load_failure_policy: recompute): the client gets a right answer, later, and "
-            "need not ask again"
+            "D computes the prompt itself (kv_load_failure_policy: recompute): the client gets a right answer, later, "
+            "and need not ask again"
         )
     if policy == "fail":
         return "nothing: the client got an error (kv_load_failure_policy: fail)"
