@@ -153,14 +153,13 @@ def test_a_file_of_keys_is_rolled(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == [file.name]
 
 
-def test_ids_are_made_of_the_date(tmp_path: Path) -> None:
-    file = tmp_path / "params.keys"
-    for _ in range(3):
+def test_ids_begin_with_the_date_and_no_other_file_has_them(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("params.keys", "other.keys")]
+    for file in files * 2:
         done("params", "add", str(file))
-    first, second, third = ids(file)
-    assert first.startswith(time.strftime("%Y-"))
-    assert (second, third) == (f"{first}.2", f"{first}.3") or len({first, second, third}) == 3
-    assert len({key.secret for key in read(file).keys}) == 3
+    made = [key for file in files for key in read(file).keys]
+    assert all(key.key_id.startswith(time.strftime("%Y-")) for key in made)
+    assert len({key.key_id for key in made}) == len({key.secret for key in made}) == 4
 
 
 @pytest.mark.parametrize(

@@ -57,16 +57,18 @@ def curve(
 @params_app.command()
 def add(
     file: KeyFile,
-    key_id: Annotated[str | None, typer.Option("--id", help="Of the new key; otherwise the date.")] = None,
+    key_id: Annotated[
+        str | None,
+        typer.Option("--id", help="Of the new key; otherwise the date, and what tells it from others of it."),
+    ] = None,
 ) -> None:
     """Make a key, and the file if there is none. Behind others it is accepted, and does not sign."""
     from connector.wire.signatures import SECRET_BYTES_MIN, ParamsKey, ParamsKeys
 
     before = _read(file, may_be_absent=True)
-    known = {key.key_id for key in before}
     if key_id is None:
-        today = time.strftime("%Y-%m-%d", time.gmtime())
-        key_id = next(each for each in (today, *(f"{today}.{number}" for number in range(2, 99))) if each not in known)
+        # Not the date alone: another file may get a key today, and two keys with one id are hard to tell apart.
+        key_id = f"{time.strftime('%Y-%m-%d', time.gmtime())}.{secrets.token_hex(4)}"
     _write(file, ParamsKeys((*before, ParamsKey(key_id, secrets.token_bytes(SECRET_BYTES_MIN)))))
 
 
