@@ -249,7 +249,8 @@ class PeerLeaving(PeerFailure, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         shown = f" ({self.detail})" if self.detail else ""
-        return f"prefill engine {self.peer} at {self.address} was taken away, as it had said that it would be{shown}"
+        where = f"prefill engine {self.peer} at {self.address}"
+        return f"{where} was taken away or put to sleep, as it had said that it would be{shown}"
 
 
 class BlocksConsumed(PeerFailure, frozen=True, kw_only=True):

@@ -255,7 +255,7 @@ class _PeerObserver:
     def _say_left(self, failure: PeerLeaving) -> None:
         """Say that the engine has ended. That it cannot be reached from now on is not said again."""
         self._away_since_ns, self._last_kind = self._clock.now_ns(), failure.kind
-        self._write("left", "has ended, as it had said")
+        self._write("left", "has ended or sleeps, as it had said")
 
     def _write(self, cause: str, text: str) -> None:
         self._log.write(cause, f"engine {self._describe()} {text}")

@@ -52,7 +52,7 @@ ASSUMED_OVER = (
 RESTARTED = "the engine is another process than the one that lent them"
 REPLACED = "the engine runs the built-in connector now, and one with this connector has lent them"
 RESIZED = "the engine has come back with another number of ranks"
-LEFT = "the engine has ended, as it had said"
+LEFT = "the engine has ended or sleeps, as it had said"
 RETIRED = "the engine was given up here: another one has its place, it was idle, or the connector stops"
 
 

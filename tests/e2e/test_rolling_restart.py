@@ -169,7 +169,7 @@ def test_both_prefill_engines_are_restarted_under_load_and_no_request_fails(tmp_
             assert to_decode.metric("vllm:nixl_actor_failed_receives_total") == 0
         log = decode.log()
     assert log.count(" leaves: what it lends can be read for ") == 2, "D was told by both"
-    assert log.count(" has ended, as it had said") == 2
+    assert log.count(" has ended or sleeps, as it had said") == 2
     assert " is lost: " not in log, "and took neither end for a failure"
 
 

@@ -602,7 +602,7 @@ def test_a_peer_that_leaves_is_not_said_to_be_lost(lines: Lines) -> None:
     told.want()
     told.feed(remote_engine.ConnectFailed(failure=refused(1)))
     (text,) = lines.texts
-    assert text.startswith("engine prefill-1 at h:1 (TP 2) has ended, as it had said")
+    assert text.startswith("engine prefill-1 at h:1 (TP 2) has ended or sleeps, as it had said")
     told.want()
     told.connect(2.0)
     assert "is back after 2.0 s" in lines.texts[-1]
