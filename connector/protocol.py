@@ -102,12 +102,15 @@ class RejectPull(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The request waits for KV, but its parameters do not say where that lies, or no engine of this fleet has made
     them.
 
+    `lease`, `engine_id`: what they name, where that can be read; for people, because nobody vouches for it.
     `age_seconds` is as in StartPull.
     """
 
     request_id: str
     local_block_ids: list[int]
     failure: ParamsFailure
+    lease: LeaseName = LeaseName("", 0)
+    engine_id: str = ""
     age_seconds: float = 0.0
 
 

@@ -129,11 +129,14 @@ class LetGo(Event, frozen=True, kw_only=True):
 
 
 class Rejected(Event, frozen=True, kw_only=True):
-    """A report is awaited, but the request's parameters do not say of which engine anything is wanted."""
+    """A report is awaited, but the request's parameters are not to be acted on. `lease`, `peer`: what they name, where
+    that can be read."""
 
     request_id: str
     failure: ParamsFailure
     message: Any
+    lease: LeaseName = LeaseName("", 0)
+    peer: str = ""
     age_ns: int = 0
 
 
@@ -357,9 +360,8 @@ class Roster:
             case LetGo(key=key, message=message):
                 if key in self._entries:
                     return [HandOver(key=key, message=message)]
-            case Rejected(request_id=request_id, failure=failure):
-                rejected = request.ParamsRejected(failure=failure)
-                return [_refuse(event, request_id, LeaseName("", 0), "", rejected)]
+            case Rejected(request_id=request_id, failure=failure, lease=lease, peer=peer):
+                return [_refuse(event, request_id, lease, peer, request.ParamsRejected(failure=failure))]
             case Connecting(key=key, place=place):
                 self._look_at(key, place)
             case Connected(key=key):

@@ -284,9 +284,16 @@ class Supervisor:
             case AbortPull(request_id=request_id):
                 self._tell_roster(roster.AbortAsked(request_id=request_id, message=command))
             case RejectPull(request_id=request_id, failure=failure):
-                age_ns = to_ns(command.age_seconds)
-                rejected = roster.Rejected(request_id=request_id, failure=failure, message=command, age_ns=age_ns)
-                self._tell_roster(rejected)
+                self._tell_roster(
+                    roster.Rejected(
+                        request_id=request_id,
+                        failure=failure,
+                        lease=command.lease,
+                        peer=command.engine_id,
+                        message=command,
+                        age_ns=to_ns(command.age_seconds),
+                    )
+                )
             case LeaseComputing() | LeaseGranted() | LeaseWithdrawn():
                 self._lease_keeper.deliver(command)
             case LocalPrefillsSeen():

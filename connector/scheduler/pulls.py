@@ -78,6 +78,7 @@ class WaitingPull:
         at_least: fewer tokens than these are computed here.
         heard_ns: when this engine first heard of it.
         prompt_tokens: of the request.
+        named: what the parameters name of which nothing is done, where that can be read.
         computed_because: why nothing is to be loaded, as local prefills are counted; None: something is, or there is
             nothing to load.
         lease_key: unique across engines, and with the sizes by which requests describe them (`roster.PeerKey`): who is
@@ -91,6 +92,7 @@ class WaitingPull:
     at_least: int
     heard_ns: int
     prompt_tokens: int
+    named: RemotePrefill | None = None
     computed_because: str | None = None
     is_made_up: bool = False
 
@@ -143,7 +145,7 @@ class Pulls:
         """D: of a request whose KV is on P, as its parameters say; None: they name no P. It may be lent on."""
         params_untrusted = request.kv_transfer_params
         tokens, now_ns = self._tokens_to_load(request), self._clock.now_ns()
-        because = None
+        because, named = None, None
         try:
             kind = classify(params_untrusted)
             if ParamsKind.REMOTE_PREFILL not in kind:
@@ -159,7 +161,8 @@ class Pulls:
                     " stages), or with prefill_context_parallel_size above 1"
                 )
                 raise ParamsError(BadParams(field="do_remote_prefill", expected=expected, found="true"))
-            remote = self._genuine(parse_remote_prefill(params_untrusted), lends_back=False)
+            named = parse_remote_prefill(params_untrusted)
+            remote = self._genuine(named, lends_back=False)
             if remote.num_tokens is None:
                 # What an engine with these options computes of it. Clipped tables are counted from their end.
                 computed = max(0, request.num_prompt_tokens - self._groups.tokens_left_to_decode)
@@ -184,6 +187,7 @@ class Pulls:
                 at_least=0,
                 heard_ns=now_ns,
                 prompt_tokens=request.num_prompt_tokens,
+                named=named,
                 is_made_up=request.abort_immediately,
             )
         self._media.separate(request, remote.media_names, remote.num_tokens or 0)
@@ -245,7 +249,10 @@ class Pulls:
         if not isinstance(remote, RemotePrefill):
             local = [block_id for each in pulls for block_id in each.local_block_ids]
             age_seconds = self._age_seconds(pull.heard_ns)
-            return RejectPull(request_id=request_id, local_block_ids=local, failure=remote, age_seconds=age_seconds)
+            rejected = RejectPull(request_id=request_id, local_block_ids=local, failure=remote, age_seconds=age_seconds)
+            if (named := pull.named) is None:
+                return rejected
+            return msgspec.structs.replace(rejected, lease=_lease(named), engine_id=named.engine_id)
         return StartPull(
             request_id=request_id,
             lease=_lease(remote),

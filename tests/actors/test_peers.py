@@ -9,6 +9,7 @@ import time
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 import trio
 
@@ -27,6 +28,7 @@ from connector.runtime.wait_notices import WaitNotices
 from connector.wire.identity import KvIdentity, LayerIdentity
 from statemachine.failures import BadParams, Failure, HandshakeTimeout
 from statemachine.kernel import Effect, Event
+from statemachine.lease import LeaseName
 from statemachine.remote_engine import LinkLost, ReadEnded, RemoteEngine, Retire
 from tests.actors.engines import (
     HELD_SECONDS,
@@ -583,17 +585,24 @@ def test_too_many_peers() -> None:
     run(test)
 
 
-def test_a_request_whose_parameters_make_no_sense_ends_and_is_in_the_trace() -> None:
+@pytest.mark.parametrize("named", [None, LeaseName("p-a", 3)])
+def test_a_request_whose_parameters_make_no_sense_ends_and_is_in_the_trace(named: LeaseName | None) -> None:
+    """With the lease that they name, where that much can be read."""
+
     async def test() -> None:
         async with engine("d") as d:
             failure = BadParams(field="remote_port", expected="an integer", found="'x'")
-            d.supervisor.deliver(RejectPull(request_id="a", local_block_ids=[1, 2], failure=failure, age_seconds=2.5))
+            rejected = RejectPull(request_id="a", local_block_ids=[1, 2], failure=failure, age_seconds=2.5)
+            if named is not None:
+                rejected = msgspec.structs.replace(rejected, lease=named, engine_id="p")
+            d.supervisor.deliver(rejected)
             assert await failure_of(d, "a") == failure
             assert d.failures == [("request a, known for 2.5 s", failure)]
             assert d.trace.path("request", "a") == ["pending_handshake", "failed"]
             record = d.trace.records[-1]
             assert (record.reason, record.detail, record.blocks) == ("BadParams", str(failure), 2)
-            assert (record.peer, record.remote_request_id) == (None, None)
+            found = (record.peer, record.remote_request_id, record.lease_number)
+            assert found == ((None, None, 0) if named is None else ("p", *named))
 
     run(test)
 

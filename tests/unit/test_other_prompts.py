@@ -195,6 +195,8 @@ def test_a_longer_prompt_that_does_not_begin_with_it_is_refused(specs: list[KVCa
     told = asked(engine("d", *specs), [999, *PROMPT[1:], *range(600, 620)], params)
     assert isinstance(told, RejectPull)
     assert told.failure.kind == "WrongPrompt"
+    assert (told.engine_id, told.lease.request_id) == (params["remote_engine_id"], params["remote_request_id"])
+    assert told.lease.number == params["lease_number"]
     # Which two a router has taken for each other.
     assert f"{params['remote_request_id']} on prefill engine {params['remote_engine_id']} (" in str(told.failure)
 

@@ -164,6 +164,9 @@ def test_a_request_whose_parameters_make_no_sense_is_refused_with_them() -> None
     assert isinstance(refused, Refuse)
     assert (refused.message, refused.ended.request_id, refused.ended.failure) == ("m", "r", BAD)
     assert (refused.fresh.peer, refused.fresh.lease.request_id) == ("", "")
+    (refused,) = Driver().tell(Rejected(request_id="r", failure=BAD, message="m", lease=LEASE, peer="p"))
+    assert isinstance(refused, Refuse)
+    assert (refused.fresh.peer, refused.fresh.lease) == ("p", LEASE)
 
 
 def test_after_the_stop_only_who_is_known_gets_messages() -> None:
